@@ -1,0 +1,129 @@
+"""Sub-groups, their sections and the extents of the swap file that hold them."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from estimators.formats import record_layout
+from estimators.layout import align_up
+from estimators.segments import PlacementRequest, SegmentSpec, Tier
+
+
+class Section(enum.IntEnum):
+    """A part of a sub-group that rests and moves on its own, in the order that an extent has them.
+
+    The order lets one update be one read (gradient, parameter, state) and one write (parameter,
+    state), a forward read the parameter alone, and a backward write the gradient alone.
+    """
+
+    GRADIENT = 0
+    PARAMETER = 1
+    STATE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """An aligned byte range of the swap file, with the sections of one sub-group that it holds."""
+
+    name: str
+    offset: int
+    sections: tuple[tuple[Section, int, int], ...]
+    """(section, offset in the extent, stored bytes), contiguous, each a multiple of the
+    alignment."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole extent."""
+        return sum(size for _, _, size in self.sections)
+
+    def holds(self, section: Section) -> bool:
+        """Tell whether a section rests in this extent."""
+        return any(kind is section for kind, _, _ in self.sections)
+
+    def offset_of(self, section: Section) -> int:
+        """Return where a section starts in the extent."""
+        for kind, offset, _ in self.sections:
+            if kind is section:
+                return offset
+        raise KeyError(f"{self.name} holds no {section.name}")
+
+    def span(self, sections: frozenset[Section]) -> tuple[int, int]:
+        """Return `(offset in the extent, bytes)` of the given sections that rest here.
+
+        Raises:
+            ValueError: if other sections lie between them.
+        """
+        chosen = [(offset, size) for kind, offset, size in self.sections if kind in sections]
+        if not chosen:
+            return 0, 0
+        start = chosen[0][0]
+        size = sum(size for _, size in chosen)
+        last_offset, last_size = chosen[-1]
+        if last_offset + last_size - start != size:
+            raise ValueError(f"{self.name}: {sorted(sections)} are not contiguous")
+        return start, size
+
+    def bytes_of(self, sections: frozenset[Section]) -> dict[Section, int]:
+        """Return the stored bytes of each of the given sections that rest here."""
+        return {kind: size for kind, _, size in self.sections if kind in sections}
+
+
+@dataclass(frozen=True, slots=True)
+class SubGroup:
+    """The slice of this rank's shards that one pass of the optimizer step updates."""
+
+    index: int
+    segment: int
+    start: int
+    stop: int
+    tiers: tuple[tuple[Section, Tier], ...]
+    extent: Extent | None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the sub-group."""
+        return self.stop - self.start
+
+    def tier(self, section: Section) -> Tier | None:
+        """Return where a section rests, or None if the sub-group has none."""
+        for kind, tier in self.tiers:
+            if kind is section:
+                return tier
+        return None
+
+    def on_nvme(self, section: Section) -> bool:
+        """Tell whether a section rests on NVMe."""
+        return self.tier(section) is Tier.NVME
+
+
+def section_bytes(
+    request: PlacementRequest, segment: SegmentSpec, numel: int
+) -> dict[Section, int]:
+    """Return the bytes of each section of a sub-group of `numel` elements, unpadded."""
+    element_bytes = segment.element.size_bytes
+    sizes = {Section.PARAMETER: numel * element_bytes}
+    if segment.trainable and request.trains:
+        sizes[Section.GRADIENT] = numel * element_bytes
+        layout = record_layout(request.state_format, segment.element, numel)
+        sizes[Section.STATE] = layout.size_bytes
+    return dict(sorted(sizes.items()))
+
+
+def lowest_tiers(request: PlacementRequest) -> dict[Section, Tier]:
+    """Return the lowest tier that each section may rest on."""
+    return {
+        Section.GRADIENT: request.optimizer_tier,
+        Section.PARAMETER: request.parameter_tier,
+        Section.STATE: request.optimizer_tier,
+    }
+
+
+def staged_bytes(request: PlacementRequest, segment: SegmentSpec, numel: int) -> int:
+    """Return the bytes that a slot needs for a sub-group if all that may rest on NVMe does."""
+    lowest = lowest_tiers(request)
+    return sum(
+        align_up(size, request.alignment_bytes)
+        for section, size in section_bytes(request, segment, numel).items()
+        if lowest[section] is Tier.NVME
+    )

@@ -1,0 +1,59 @@
+"""What placement is asked to place: flat segments of the model, tiers allowed, sizes."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from estimators.formats import ElementType, StateFormat
+from estimators.layout import FlatLayout, flat_layout
+
+
+class Tier(enum.Enum):
+    """Where something rests between uses."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSpec:
+    """One flat buffer: parameters of a unit alike in dtype, trainability and parameter group."""
+
+    unit: str
+    unit_index: int
+    names: tuple[str, ...]
+    numels: tuple[int, ...]
+    element: ElementType
+    trainable: bool
+    param_group: int
+
+    @property
+    def name(self) -> str:
+        """Name for people: unit, type and group."""
+        kind = "trainable" if self.trainable else "frozen"
+        return f"{self.unit}[{self.element.value}, {kind}, group {self.param_group}]"
+
+    def layout(self, world_size: int) -> FlatLayout:
+        """Return the flat layout of the segment over `world_size` ranks."""
+        return flat_layout(self.numels, self.element.size_bytes, world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    """Everything that placement decides from."""
+
+    segments: tuple[SegmentSpec, ...]
+    world_size: int
+    parameter_tier: Tier
+    """The lowest tier that parameters may rest on."""
+    optimizer_tier: Tier
+    """The lowest tier that optimizer state and gradients may rest on."""
+    state_format: StateFormat
+    sub_group_numel: int
+    """Upper bound of the elements of a sub-group."""
+    alignment_bytes: int
+    """Alignment that the swap file asks for."""
+    trains: bool = True
+    """False without an optimizer: no gradients and no state."""

@@ -1,0 +1,221 @@
+"""The plan: what rests where, and the bytes that a step moves because of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from estimators.layout import align_up
+from estimators.records import Section, SubGroup, section_bytes
+from estimators.segments import PlacementRequest, Tier
+
+RESIDENT_ALIGNMENT_BYTES = 4096
+"""Everything resident starts at a page of its arena."""
+
+
+def resident_bytes(size_bytes: int) -> int:
+    """Return the arena bytes of one resident allocation."""
+    return align_up(size_bytes, RESIDENT_ALIGNMENT_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlan:
+    """The staging buffers in host memory."""
+
+    count: int
+    size_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.count * self.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One line of the plan: a class of bytes on a tier."""
+
+    tier: Tier
+    what: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTraffic:
+    """NVMe bytes of one optimizer step of one rank, by section."""
+
+    read_bytes: dict[Section, int]
+    written_bytes: dict[Section, int]
+
+    @property
+    def total_read_bytes(self) -> int:
+        """Bytes read in the step."""
+        return sum(self.read_bytes.values())
+
+    @property
+    def total_written_bytes(self) -> int:
+        """Bytes written in the step."""
+        return sum(self.written_bytes.values())
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What rests where for one rank; the runtime allocates exactly this."""
+
+    request: PlacementRequest
+    sub_groups: tuple[SubGroup, ...]
+    slots: SlotPlan
+    swap_file_bytes: int
+    host_budget_bytes: int
+
+    @cached_property
+    def by_segment(self) -> tuple[tuple[SubGroup, ...], ...]:
+        """The sub-groups of each segment, in order."""
+        groups: list[list[SubGroup]] = [[] for _ in self.request.segments]
+        for sub_group in self.sub_groups:
+            groups[sub_group.segment].append(sub_group)
+        return tuple(tuple(group) for group in groups)
+
+    def segment_tier(self, segment: int, section: Section) -> Tier | None:
+        """Return where the parameters or gradients of a whole segment rest (None: has none)."""
+        groups = self.by_segment[segment]
+        return groups[0].tier(section) if groups else None
+
+    def resident_section_bytes(self, tier: Tier, section: Section) -> int:
+        """Return the arena bytes of a class on the device or host tier.
+
+        Parameters and gradients are allocated per segment, state per sub-group.
+        """
+        total = 0
+        for index, segment in enumerate(self.request.segments):
+            groups = [group for group in self.by_segment[index] if group.tier(section) is tier]
+            numels = (
+                [group.numel for group in groups]
+                if section is Section.STATE
+                else [sum(group.numel for group in groups)]
+            )
+            total += sum(
+                resident_bytes(section_bytes(self.request, segment, numel).get(section, 0))
+                for numel in numels
+                if numel
+            )
+        return total
+
+    def is_in_place(self, segment: int) -> bool:
+        """Tell whether the flat buffer of a segment is its shard: nothing is ever freed."""
+        tier = self.segment_tier(segment, Section.PARAMETER)
+        return self.request.world_size == 1 and tier is not Tier.NVME
+
+    def _window_bytes(self, sizes: Sequence[int]) -> int:
+        """Return the bytes of what is live at once: the root unit and two others."""
+        root = sum(
+            size
+            for size, segment in zip(sizes, self.request.segments, strict=True)
+            if segment.unit_index == 0
+        )
+        units: dict[int, int] = {}
+        for size, segment in zip(sizes, self.request.segments, strict=True):
+            if segment.unit_index:
+                units[segment.unit_index] = units.get(segment.unit_index, 0) + size
+        return root + sum(sorted(units.values())[-2:])
+
+    @property
+    def live_parameter_bytes(self) -> int:
+        """Peak bytes of unsharded parameters (a backward holds the root and two units)."""
+        world_size = self.request.world_size
+        return self._window_bytes(
+            [
+                0
+                if self.is_in_place(index)
+                else segment.layout(world_size).padded_numel * segment.element.size_bytes
+                for index, segment in enumerate(self.request.segments)
+            ]
+        )
+
+    @property
+    def gradient_scratch_bytes(self) -> int:
+        """Peak bytes of unsharded gradients on their way to their shards."""
+        world_size = self.request.world_size
+        return self._window_bytes(
+            [
+                segment.layout(world_size).padded_numel * segment.element.size_bytes
+                if segment.trainable and self.request.trains
+                else 0
+                for segment in self.request.segments
+            ]
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that the host arena takes: slots and everything resident there."""
+        return self.slots.total_bytes + sum(
+            self.resident_section_bytes(Tier.HOST, section) for section in Section
+        )
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device: what rests there, unsharded parameters, gradients on their way."""
+        resident = sum(self.resident_section_bytes(Tier.DEVICE, section) for section in Section)
+        return resident + self.live_parameter_bytes + self.gradient_scratch_bytes
+
+    def rows(self) -> list[PlanRow]:
+        """Return the plan line by line, empty lines left out."""
+        rows = [
+            PlanRow(
+                tier,
+                f"{section.name.lower()}s resident",
+                self.resident_section_bytes(tier, section),
+            )
+            for tier in (Tier.DEVICE, Tier.HOST)
+            for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)
+        ]
+        rows.append(PlanRow(Tier.DEVICE, "parameters unsharded (peak)", self.live_parameter_bytes))
+        rows.append(PlanRow(Tier.DEVICE, "gradients unsharded (peak)", self.gradient_scratch_bytes))
+        rows.append(PlanRow(Tier.HOST, f"slots ({self.slots.count})", self.slots.total_bytes))
+        rows.extend(
+            PlanRow(Tier.NVME, f"{section.name.lower()}s", self.nvme_section_bytes(section))
+            for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)
+        )
+        order = list(Tier)
+        return sorted(
+            (row for row in rows if row.size_bytes), key=lambda row: order.index(row.tier)
+        )
+
+    def nvme_section_bytes(self, section: Section) -> int:
+        """Return the swap-file bytes of a class."""
+        return sum(
+            group.extent.bytes_of(frozenset({section})).get(section, 0)
+            for group in self.sub_groups
+            if group.extent is not None
+        )
+
+
+def step_traffic(plan: MemoryPlan, micro_batches: int, *, first_step: bool = False) -> StepTraffic:
+    """Return the NVMe bytes that one optimizer step of `micro_batches` moves on this rank.
+
+    Each micro-batch reads parameters for its forward and its backward, and adds to the gradients
+    (the first one only writes); the update reads everything and writes parameters and state. State
+    that was never written is zero and is not read: `first_step`.
+    """
+    parameter = plan.nvme_section_bytes(Section.PARAMETER)
+    frozen = sum(
+        group.extent.bytes_of(frozenset({Section.PARAMETER})).get(Section.PARAMETER, 0)
+        for group in plan.sub_groups
+        if group.extent is not None and group.tier(Section.STATE) is None
+    )
+    gradient = plan.nvme_section_bytes(Section.GRADIENT)
+    state = plan.nvme_section_bytes(Section.STATE)
+    updated = parameter - frozen
+    return StepTraffic(
+        read_bytes={
+            Section.PARAMETER: 2 * micro_batches * parameter + updated,
+            Section.GRADIENT: micro_batches * gradient,
+            Section.STATE: 0 if first_step else state,
+        },
+        written_bytes={
+            Section.PARAMETER: updated,
+            Section.GRADIENT: micro_batches * gradient,
+            Section.STATE: state,
+        },
+    )

@@ -1,0 +1,66 @@
+"""Slots: staging buffers in host memory, lent out one at a time, in states of one table."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from aio_ops import HostArena, Span, Ticket
+from estimators import Extent, Section, SlotPlan
+
+
+class SlotState(enum.Enum):
+    """What a slot holds."""
+
+    FREE = "free"
+    PAGING_IN = "paging in"
+    RESIDENT = "resident"
+    PAGING_OUT = "paging out"
+
+
+_NEXT = {
+    SlotState.FREE: {SlotState.PAGING_IN, SlotState.RESIDENT},
+    SlotState.PAGING_IN: {SlotState.RESIDENT, SlotState.FREE},
+    SlotState.RESIDENT: {SlotState.PAGING_OUT, SlotState.FREE},
+    SlotState.PAGING_OUT: {SlotState.FREE, SlotState.RESIDENT},
+}
+
+
+class Slot:
+    """One staging buffer; byte k of the slot is byte k of the extent that it stages."""
+
+    def __init__(self, index: int, span: Span) -> None:
+        self.index = index
+        self.span = span
+        self.state = SlotState.FREE
+        self.extent: Extent | None = None
+        self.sections: frozenset[Section] = frozenset()
+        self.ticket: Ticket | None = None
+        self.is_leased = False
+
+    def move_to(self, state: SlotState) -> None:
+        """Change state, refusing every step that the table does not allow."""
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(f"slot {self.index}: cannot go from {self.state} to {state}")
+        self.state = state
+
+    def clear(self) -> None:
+        """Forget what the slot held."""
+        self.move_to(SlotState.FREE)
+        self.extent = None
+        self.sections = frozenset()
+        self.ticket = None
+        self.is_leased = False
+
+    def section(self, section: Section) -> Span:
+        """Return the memory of one section of the extent that the slot stages."""
+        if self.extent is None:
+            raise RuntimeError(f"slot {self.index} stages nothing")
+        offset = self.extent.offset_of(section)
+        size = self.extent.bytes_of(frozenset({section}))[section]
+        return self.span.sub(offset, size)
+
+
+def carve_slots(arena: HostArena, plan: SlotPlan) -> Sequence[Slot]:
+    """Carve the planned slots from an arena."""
+    return [Slot(index, arena.carve(plan.size_bytes)) for index in range(plan.count)]

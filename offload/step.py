@@ -1,0 +1,115 @@
+"""One optimizer step over all sub-groups: read, update and write overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from estimators import Section, SubGroup
+from offload.arrays import array_at, clear_bytes
+from offload.kernels import AdamWScalars
+from offload.ledger import Activity
+from offload.slots import Slot
+from offload.state import state_arrays, update_sub_group
+from offload.store import Store
+
+
+def update(
+    store: Store, scalars: Sequence[AdamWScalars], on_segment: Callable[[int], None]
+) -> None:
+    """Update every sub-group, drop the gradients, and wait until all is written.
+
+    Reads of the following sub-groups and writes of the last ones are in flight while one is
+    updated; read-ahead only takes spare slots.
+
+    Args:
+        store: the shards of this rank.
+        scalars: one per parameter group.
+        on_segment: called with each segment once all its parameters have changed.
+
+    Raises:
+        PageError: if a transfer failed; the pager then refuses all further work, because some
+            sub-groups are a step ahead of others.
+    """
+    groups = [group for group in store.plan.sub_groups if group.tier(Section.STATE) is not None]
+    moved: list[str] = []
+    try:
+        for position, group in enumerate(groups):
+            following = groups[position + 1 :]
+            _update_group(store, group, scalars, following)
+            moved.append(_name(store, group))
+            if not following or following[0].segment != group.segment:
+                on_segment(group.segment)
+        if store.pager is not None:
+            store.pager.drain()
+    except BaseException as error:
+        if store.pager is not None:
+            store.pager.fail(
+                f"an optimizer step failed midway ({error}); sub-groups already moved:"
+                f" {', '.join(moved) or 'none'}"
+            )
+        raise
+    store.drop_gradients()
+
+
+def _name(store: Store, group: SubGroup) -> str:
+    spec = store.plan.request.segments[group.segment]
+    return f"{spec.name} [{group.start}, {group.stop})"
+
+
+def _reads(store: Store, group: SubGroup) -> frozenset[Section]:
+    """Return the sections that the update of a sub-group must read from NVMe."""
+    reads = set()
+    if group.on_nvme(Section.GRADIENT) and store.has_gradient(group.segment):
+        reads.add(Section.GRADIENT)
+    if group.on_nvme(Section.PARAMETER):
+        reads.add(Section.PARAMETER)
+    if group.on_nvme(Section.STATE) and group.index in store.written_states:
+        reads.add(Section.STATE)
+    return frozenset(reads)
+
+
+def _lend(store: Store, group: SubGroup) -> Slot | None:
+    """Return a slot with everything of the sub-group that rests on NVMe (None: nothing does)."""
+    if group.extent is None or store.pager is None:
+        return None
+    reads = _reads(store, group)
+    slot = store.pager.page_in(group.extent, reads) if reads else store.pager.blank(group.extent)
+    if group.on_nvme(Section.STATE) and Section.STATE not in reads:
+        clear_bytes(slot.section(Section.STATE))
+    return slot
+
+
+def _update_group(
+    store: Store,
+    group: SubGroup,
+    scalars: Sequence[AdamWScalars],
+    following: Sequence[SubGroup],
+) -> None:
+    spec = store.plan.request.segments[group.segment]
+    slot = _lend(store, group)
+    for ahead in following:
+        if not store.read_ahead(ahead, _reads(store, ahead)):
+            break
+    gradient = store.section_span(group, Section.GRADIENT, slot)
+    if not store.has_gradient(group.segment):
+        clear_bytes(gradient)
+    with store.ledger.timing(Activity.UPDATE):
+        update_sub_group(
+            store.kernels,
+            array_at(store.section_span(group, Section.PARAMETER, slot), spec.element, group.numel),
+            array_at(gradient, spec.element, group.numel),
+            state_arrays(store.plan, spec, group, store.section_span(group, Section.STATE, slot)),
+            scalars[spec.param_group],
+        )
+    store.ledger.note("update", _name(store, group))
+    if slot is None or store.pager is None:
+        return
+    changed = frozenset(
+        section for section in (Section.PARAMETER, Section.STATE) if group.on_nvme(section)
+    )
+    if not changed:
+        store.pager.release(slot)
+        return
+    store.pager.page_out(slot, changed)
+    if Section.STATE in changed:
+        store.written_states.add(group.index)

@@ -1,0 +1,319 @@
+"""This rank's shards on their tiers: parameters, gradients and optimizer state.
+
+[Note: whoever writes a parameter writes its residual] In the exact format the parameter and the
+residual together are the fp32 master, so `write_parameters` writes both, and the update writes both
+in one transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from aio_ops import Engine, HostArena, Span
+from estimators import (
+    ElementType,
+    Extent,
+    MemoryPlan,
+    Section,
+    SegmentSpec,
+    StateFormat,
+    SubGroup,
+    Tier,
+    record_layout,
+)
+from offload.arrays import array_at, clear_bytes, copy_bytes, tensor_at
+from offload.kernels import Kernels
+from offload.ledger import Ledger
+from offload.pager import Pager
+from offload.slots import Slot, carve_slots
+from offload.state import StateArrays, state_arrays
+
+Array = np.ndarray[Any, Any]
+
+_GRADIENT = frozenset({Section.GRADIENT})
+_PARAMETER = frozenset({Section.PARAMETER})
+
+
+@dataclass(frozen=True, slots=True)
+class StoreParts:
+    """What a store works with; made outside, so that tests can hand in a hostile engine."""
+
+    engine: Engine
+    directory: Path | None
+    """Where the swap file is made; None if the plan has no swap file."""
+    kernels: Kernels
+    ledger: Ledger
+
+
+class Store:
+    """Allocates exactly what the plan says, once, and moves sections between tiers."""
+
+    def __init__(self, plan: MemoryPlan, parts: StoreParts) -> None:
+        self.plan = plan
+        self.ledger = parts.ledger
+        self.kernels = parts.kernels
+        self._engine = parts.engine
+        self._parameters: dict[int, Span] = {}
+        self._gradients: dict[int, Span] = {}
+        self._states: dict[int, Span] = {}
+        self.written_states: set[int] = set()
+        """Sub-groups whose state on NVMe was ever written; the others' is zero and is not read."""
+        self._has_gradient = [False] * len(plan.request.segments)
+        self._file = None
+        self.pager: Pager | None = None
+        if plan.swap_file_bytes:
+            if parts.directory is None:
+                raise ValueError(f"the plan needs {plan.swap_file_bytes} bytes of NVMe but no path")
+            self._file = self._engine.create_file(parts.directory, plan.swap_file_bytes)
+        self.device_arena = HostArena(max(_resident_bytes(plan, Tier.DEVICE), 1))
+        self.host_arena = HostArena(max(plan.host_bytes, 1))
+        self._allocate_resident()
+        if self._file is not None:
+            slots = carve_slots(self.host_arena, plan.slots)
+            self.pager = Pager(self._engine, self._file, slots, self.ledger)
+
+    # Parameters
+
+    def resident_parameters(self, segment: int) -> Span | None:
+        """Return the memory of a resident parameter shard, or None if it rests on NVMe."""
+        return self._parameters.get(segment)
+
+    def read_parameters(self, segment: int, target: Span) -> None:
+        """Copy this rank's parameter shard of a segment into `target`.
+
+        Raises:
+            PageError: if a page-in failed.
+        """
+        resident = self._parameters.get(segment)
+        if resident is not None:
+            copy_bytes(resident, target, resident.size_bytes)
+            return
+        groups = self.plan.by_segment[segment]
+        for position, group in enumerate(groups):
+            for ahead in groups[position + 1 :]:
+                if not self.read_ahead(ahead, _PARAMETER):
+                    break
+            slot = self._require_pager().page_in(_extent(group), _PARAMETER)
+            start, size = self._byte_range(group)
+            copy_bytes(slot.section(Section.PARAMETER), target.sub(start, size), size)
+            self._require_pager().release(slot)
+
+    def read_ahead_parameters(self, segment: int) -> None:
+        """Start reading the parameter shard of a segment into spare slots."""
+        for group in self.plan.by_segment[segment]:
+            if not group.on_nvme(Section.PARAMETER) or not self.read_ahead(group, _PARAMETER):
+                return
+
+    def write_parameters(self, segment: int, masters: Array) -> None:
+        """Set the parameter shard of a segment, with what its state keeps of the master.
+
+        Args:
+            segment: index of the segment.
+            masters: fp32 values, shape `[shard numel]`; their low bits survive in the state of
+                16-bit parameters.
+
+        Raises:
+            PageError: if a transfer failed.
+        """
+        spec = self.plan.request.segments[segment]
+        for group in self.plan.by_segment[segment]:
+            values = masters[group.start : group.stop]
+            if spec.element is ElementType.FP32:
+                self._write_group(group, values.view(np.uint8), None)
+                continue
+            bits = np.empty(group.numel, np.uint16)
+            residual = np.empty(group.numel, np.int16)
+            self.kernels.split_master(values, bits, residual)
+
+            if self._needs_no_state(group, residual):
+                self._write_group(group, bits.view(np.uint8), None)
+                continue
+
+            def keep(state: StateArrays, bits: Array = bits, residual: Array = residual) -> None:
+                if state.residual is not None:
+                    state.residual[:] = residual
+                if state.master is not None:
+                    self.kernels.join_master(bits, residual, state.master)
+
+            self._write_group(group, bits.view(np.uint8), keep)
+        if self.pager is not None:
+            self.pager.drain()
+
+    # Gradients
+
+    def has_gradient(self, segment: int) -> bool:
+        """Tell whether a segment has gradients of the current accumulation window."""
+        return self._has_gradient[segment]
+
+    def add_gradient(self, segment: int, shard: Span) -> None:
+        """Add a gradient shard to what the window has accumulated; `shard` receives the sum.
+
+        Raises:
+            PageError: if a transfer failed.
+        """
+        spec = self.plan.request.segments[segment]
+        accumulate = self._has_gradient[segment]
+        resident = self._gradients.get(segment)
+        if resident is not None:
+            if accumulate:
+                _add(spec.element, resident, shard)
+            copy_bytes(shard, resident, resident.size_bytes)
+        else:
+            for group in self.plan.by_segment[segment]:
+                self._page_gradient(spec, group, shard, accumulate=accumulate)
+        self._has_gradient[segment] = True
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients of the current accumulation window."""
+        self._has_gradient = [False] * len(self._has_gradient)
+
+    def read_gradient(self, segment: int, target: Span) -> None:
+        """Copy the accumulated gradient shard of a segment into `target`; zeros if it has none."""
+        if not self._has_gradient[segment]:
+            clear_bytes(target)
+            return
+        resident = self._gradients.get(segment)
+        if resident is not None:
+            copy_bytes(resident, target, resident.size_bytes)
+            return
+        for group in self.plan.by_segment[segment]:
+            slot = self._require_pager().page_in(_extent(group), _GRADIENT)
+            start, size = self._byte_range(group)
+            copy_bytes(slot.section(Section.GRADIENT), target.sub(start, size), size)
+            self._require_pager().release(slot)
+
+    def close(self) -> None:
+        """Wait for what is in flight and give everything back."""
+        if self.pager is not None:
+            self.pager.close()
+        self._engine.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    # Memory of sub-groups
+
+    def section_span(self, group: SubGroup, section: Section, slot: Slot | None) -> Span:
+        """Return the memory of a section: in its slot if it rests on NVMe, else where it rests."""
+        if slot is not None and group.on_nvme(section):
+            return slot.section(section)
+        if section is Section.STATE:
+            return self._states[group.index]
+        start, size = self._byte_range(group)
+        resident = self._parameters if section is Section.PARAMETER else self._gradients
+        return resident[group.segment].sub(start, size)
+
+    def read_ahead(self, group: SubGroup, sections: frozenset[Section]) -> bool:
+        """Start a read if the sub-group has something to read; False once no slot is spare."""
+        if group.extent is None or not sections:
+            return True
+        return self._require_pager().read_ahead(group.extent, sections)
+
+    # Internals
+
+    def _allocate_resident(self) -> None:
+        arenas = {Tier.DEVICE: self.device_arena, Tier.HOST: self.host_arena}
+        for index, spec in enumerate(self.plan.request.segments):
+            groups = self.plan.by_segment[index]
+            shard_bytes = sum(group.numel for group in groups) * spec.element.size_bytes
+            for section, target in (
+                (Section.PARAMETER, self._parameters),
+                (Section.GRADIENT, self._gradients),
+            ):
+                tier = self.plan.segment_tier(index, section)
+                if tier in arenas:
+                    target[index] = arenas[tier].carve(shard_bytes)
+                elif tier is None and section is Section.PARAMETER:
+                    target[index] = Span(0, 0, None)  # only parameters without elements
+            for group in groups:
+                tier = group.tier(Section.STATE)
+                if tier in arenas:
+                    layout = record_layout(
+                        self.plan.request.state_format, spec.element, group.numel
+                    )
+                    self._states[group.index] = arenas[tier].carve(layout.size_bytes)
+
+    def _require_pager(self) -> Pager:
+        if self.pager is None:
+            raise RuntimeError("nothing of this model rests on NVMe")
+        return self.pager
+
+    def _byte_range(self, group: SubGroup) -> tuple[int, int]:
+        """Return where a sub-group lies in its shard of parameters or gradients, in bytes."""
+        element_bytes = self.plan.request.segments[group.segment].element.size_bytes
+        return group.start * element_bytes, group.numel * element_bytes
+
+    def _needs_no_state(self, group: SubGroup, residual: Array) -> bool:
+        """Tell whether a state that is not written, and so is zero, says the same."""
+        return (
+            self.plan.request.state_format is StateFormat.EXACT
+            and group.on_nvme(Section.STATE)
+            and group.index not in self.written_states
+            and not residual.any()
+        )
+
+    def _write_group(
+        self, group: SubGroup, raw: Array, keep: Callable[[StateArrays], None] | None
+    ) -> None:
+        """Write the parameters of one sub-group, and let `keep` set its state."""
+        spec = self.plan.request.segments[group.segment]
+        has_state = keep is not None and group.tier(Section.STATE) is not None
+        written = {Section.PARAMETER} if group.on_nvme(Section.PARAMETER) else set()
+        if has_state and group.on_nvme(Section.STATE):
+            written.add(Section.STATE)
+        slot = None
+        if written:
+            known = group.index in self.written_states and Section.STATE in written
+            sections = frozenset(written)
+            extent = _extent(group)
+            slot = (
+                self._require_pager().page_in(extent, sections)
+                if known
+                else self._require_pager().blank(extent)
+            )
+            if Section.STATE in written and not known:
+                clear_bytes(slot.section(Section.STATE))
+        if has_state and keep is not None:
+            keep(
+                state_arrays(self.plan, spec, group, self.section_span(group, Section.STATE, slot))
+            )
+        target = self.section_span(group, Section.PARAMETER, slot)
+        array_at(target, ElementType.INT16, raw.size // 2).view(np.uint8)[:] = raw
+        if slot is not None:
+            self._require_pager().page_out(slot, frozenset(written))
+            if Section.STATE in written:
+                self.written_states.add(group.index)
+
+    def _page_gradient(
+        self, spec: SegmentSpec, group: SubGroup, shard: Span, *, accumulate: bool
+    ) -> None:
+        pager = self._require_pager()
+        extent = _extent(group)
+        slot = pager.page_in(extent, _GRADIENT) if accumulate else pager.blank(extent)
+        start, size = self._byte_range(group)
+        part = shard.sub(start, size)
+        if accumulate:
+            _add(spec.element, slot.section(Section.GRADIENT).sub(0, size), part)
+        copy_bytes(part, slot.section(Section.GRADIENT), size)
+        pager.page_out(slot, _GRADIENT)
+
+
+def _resident_bytes(plan: MemoryPlan, tier: Tier) -> int:
+    return sum(plan.resident_section_bytes(tier, section) for section in Section)
+
+
+def _extent(group: SubGroup) -> Extent:
+    if group.extent is None:
+        raise RuntimeError(f"sub-group {group.segment} [{group.start}, {group.stop}) has no extent")
+    return group.extent
+
+
+def _add(element: ElementType, earlier: Span, target: Span) -> None:
+    """Add `earlier` to `target` in place, one rounding an element, in the gradient's type."""
+    numel = target.size_bytes // element.size_bytes
+    tensor_at(target, element, numel).add_(tensor_at(earlier, element, numel))

@@ -1,0 +1,80 @@
+"""Build the runtime of an engine: allocate what the plan says and move the model there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from aio_ops import Engine
+from offload import Ledger, Store, StoreParts, load_kernels
+from zero import machine
+from zero.comm import Communicator
+from zero.gradients import GradientReducer
+from zero.materialize import InitFunction, seal_units
+from zero.planning import Blueprint
+from zero.runtime import Runtime
+from zero.schedule import UnitScheduler
+from zero.settings import Settings
+from zero.unit import Segment, Unit
+
+
+def build_runtime(
+    blueprint: Blueprint, io: Engine, communicator: Communicator, init_fn: InitFunction | None
+) -> Runtime:
+    """Allocate what the plan says and move the model's values there."""
+    kernels = load_kernels(thread_count=machine.thread_count(communicator.local_world_size))
+    plan = blueprint.plan
+    store = Store(plan.memory, StoreParts(io, plan.nvme_path, kernels, Ledger()))
+    try:
+        units = []
+        segments: list[Segment] = []
+        for index, unit in enumerate(blueprint.units):
+            own = []
+            for spec, members in unit.segments:
+                own.append(Segment(len(segments), spec, members, communicator))
+                segments.append(own[-1])
+            units.append(Unit(index, unit.name, unit.module, own))
+        reducer = (
+            GradientReducer(segments, store, kernels, communicator)
+            if blueprint.optimizer is not None
+            else None
+        )
+        runtime = Runtime(
+            units,
+            segments,
+            store,
+            kernels,
+            communicator,
+            reducer,
+            UnitScheduler(units, store, reducer),
+        )
+        seal_units(runtime, init_fn)
+    except BaseException:
+        store.close()
+        raise
+    runtime.scheduler.install()
+    return runtime
+
+
+def make_loader(
+    data: Dataset[Any],
+    collate_fn: Callable[[list[Any]], Any] | None,
+    settings: Settings,
+    communicator: Communicator,
+) -> DataLoader[Any]:
+    """Return a loader of micro-batches; several ranks read disjoint parts."""
+    sampler: DistributedSampler[Any] | None = None
+    if communicator.world_size > 1:
+        sampler = DistributedSampler(
+            data, num_replicas=communicator.world_size, rank=communicator.rank
+        )
+    return DataLoader(
+        data,
+        batch_size=settings.batch.micro_batch_size,
+        sampler=sampler,
+        shuffle=sampler is None,
+        collate_fn=collate_fn,
+        drop_last=settings.drop_last_batch,
+    )

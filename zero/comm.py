@@ -1,0 +1,73 @@
+"""Collectives over the ranks that share a model; world size 1 has none and needs no launcher."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+# The names changed between torch 2.11 and 2.13; the old ones warn in the new release.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def init_distributed(backend: str | None = None) -> bool:
+    """Join the process group that a launcher describes; without a launcher do nothing.
+
+    Returns:
+        True if this call made the process group, so that its maker can destroy it.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return False
+    if any(name not in os.environ for name in _LAUNCHER_VARIABLES):
+        return False
+    dist.init_process_group(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+    return True
+
+
+class Communicator:
+    """The ranks that share one model; every method is a collective, and free for one rank."""
+
+    def __init__(self) -> None:
+        joined = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if joined else 0
+        self.world_size = dist.get_world_size() if joined else 1
+        local = os.environ.get("LOCAL_WORLD_SIZE", "")
+        self.local_world_size = int(local) if joined and local.isdigit() else self.world_size
+
+    def all_gather_in_place(self, flat: torch.Tensor) -> None:
+        """Fill `flat`, shape `[world_size * n]`, from the slice that each rank already holds."""
+        if self.world_size > 1 and flat.numel():
+            _all_gather(flat, self.own_slice(flat))
+
+    def reduce_scatter_in_place(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of the sum of `flat` over the ranks; `flat` is overwritten."""
+        own = self.own_slice(flat)
+        if self.world_size > 1 and flat.numel():
+            _reduce_scatter(own, flat)
+        return own
+
+    def own_slice(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the view of `flat` that this rank owns, shape `[numel / world_size]`."""
+        numel = flat.numel() // self.world_size
+        return flat[self.rank * numel : (self.rank + 1) * numel]
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all ranks, shape `[world_size, n]`."""
+        rows = torch.empty(self.world_size, row.numel(), dtype=row.dtype)
+        rows[self.rank] = row
+        self.all_gather_in_place(rows.view(-1))
+        return rows
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrite `tensor`, contiguous, with the values of rank `source`."""
+        if self.world_size > 1 and tensor.numel():
+            dist.broadcast(tensor, source)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            dist.barrier()

@@ -1,0 +1,210 @@
+"""The engine: what a training loop calls."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from offload import Ledger, update
+from zero.errors import ConfigError
+from zero.optimizer import ZeroOptimizer
+from zero.planning import Plan
+from zero.runtime import Runtime
+from zero.settings import Settings
+
+
+class ZeroEngine(nn.Module):
+    """Trains one sharded model.
+
+    A micro-batch is one forward with gradients and the backwards that follow it; `step()` updates
+    once `gradient_accumulation_steps` micro-batches are done and does nothing before, so it may be
+    called after each of them or once at the end of the window.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        runtime: Runtime,
+        settings: Settings,
+        plan: Plan,
+        optimizer: ZeroOptimizer | None,
+        lr_scheduler: Any,
+        *,
+        owns_group: bool,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.plan = plan
+        self.global_rank = runtime.communicator.rank
+        self.world_size = runtime.communicator.world_size
+        self.global_steps = 0
+        self.skipped_steps = 0
+        self._runtime = runtime
+        self._settings = settings
+        self._updates = 0
+        self._micro_batches = 0
+        self._forward_pending = False
+        self._grad_norm: float | None = None
+        self._destroyed = False
+        self._owns_group = owns_group
+        runtime.scheduler.on_backward_end = self._count_micro_batch
+        runtime.scheduler.on_backward_failure = self._restart_window
+        if optimizer is not None:
+            optimizer.attach(self.step, self._restart_window)
+        self._finalizer = weakref.finalize(self, runtime.store.close)
+
+    @property
+    def ledger(self) -> Ledger:
+        """Bytes and waits of this engine."""
+        return self._runtime.store.ledger
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward."""
+        self._require_alive()
+        if torch.is_grad_enabled():
+            self._forward_pending = True
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Run backward on `loss`, scaled by the accumulation steps; a plain `loss.backward()`
+        works too and is not scaled.
+
+        Raises:
+            ConfigError: if the engine has no optimizer.
+        """
+        self._require_alive()
+        if self.optimizer is None:
+            raise ConfigError(
+                "this engine has no optimizer, so there is nothing to do with gradients; pass one"
+                " to zero.initialize or add an optimizer section to the configuration"
+            )
+        scaled = loss / self.gradient_accumulation_steps()
+        scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+        return loss
+
+    def step(self) -> None:
+        """Update the parameters if the accumulation window is complete.
+
+        A gradient norm that is not finite skips the update and counts in `skipped_steps`.
+
+        Raises:
+            PageError: if a transfer failed; the engine then refuses to go on.
+        """
+        self._require_alive()
+        if self.optimizer is None:
+            raise ConfigError("this engine has no optimizer; it cannot step")
+        self._runtime.scheduler.recover()
+        if self._micro_batches < self.gradient_accumulation_steps():
+            return
+        reducer = self._runtime.reducer
+        if reducer is None:
+            raise RuntimeError("an engine with an optimizer has no gradient reducer")
+        norm = reducer.global_norm()
+        self._grad_norm = norm
+        if math.isfinite(norm):
+            self._run_update(self.optimizer, norm)
+        else:
+            self.skipped_steps += 1
+            warnings.warn(
+                f"step {self.global_steps + 1}: the gradient norm is {norm}; the update is skipped",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._restart_window()
+        self.global_steps += 1
+        if self.lr_scheduler is not None and math.isfinite(norm):
+            self.lr_scheduler.step()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Tell whether the next `step()` will update, counting a micro-batch that is under way."""
+        pending = 1 if self._forward_pending else 0
+        return self._micro_batches + pending >= self.gradient_accumulation_steps()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Do nothing: gradients are reduced into shards at once, so nothing grows meanwhile."""
+        yield
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the gradient norm of the last step before clipping, or None before the first."""
+        return self._grad_norm
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def train_batch_size(self) -> int:
+        """Return the samples of one step over all ranks."""
+        return self._settings.batch.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples of one micro-batch of one rank."""
+        return self._settings.batch.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-batches of one step."""
+        return self._settings.batch.accumulation_steps
+
+    def memory_report(self) -> dict[str, Any]:
+        """Return the plan by tier and class, in bytes, as plain data."""
+        return self.plan.to_dict()
+
+    def destroy(self) -> None:
+        """Wait for what is in flight and give everything back; safe to call twice."""
+        if self._destroyed:
+            return
+        self._destroyed = True
+        self._runtime.scheduler.remove()
+        self._finalizer()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up what the engine lacks on the model."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+    def _run_update(self, optimizer: ZeroOptimizer, norm: float) -> None:
+        """Run one update over all sub-groups."""
+        clip = self._settings.gradient_clipping
+        scale = min(clip / (norm + 1e-6), 1.0) if clip > 0 else 1.0
+        scalars = optimizer.scalars(self._updates + 1, scale)
+        segments = self._runtime.segments
+        for segment in segments:
+            if segment.is_in_place and segment.changed():
+                masters = segment.flat.float().clone().numpy()
+                self._runtime.store.write_parameters(segment.index, masters)
+        update(self._runtime.store, scalars, lambda index: segments[index].forget_values())
+        for segment in segments:
+            segment.accept_changes()
+        self._updates += 1
+
+    def _count_micro_batch(self) -> None:
+        """Count a backward that ended; a second one of the same forward is the same micro-batch."""
+        if self._forward_pending or not self._micro_batches:
+            self._micro_batches += 1
+        self._forward_pending = False
+
+    def _restart_window(self) -> None:
+        """Begin a new accumulation window with no gradients."""
+        self._runtime.store.drop_gradients()
+        self._micro_batches = 0
+        self._forward_pending = False
+
+    def _require_alive(self) -> None:
+        if self._destroyed:
+            raise RuntimeError("this engine was destroyed; make a new one with zero.initialize")

@@ -1,0 +1,136 @@
+"""Gradients on their way from autograd to the shards.
+
+[Note: gradient path] A post-accumulate hook moves each gradient from `parameter.grad` into the flat
+scratch of its segment. When all have arrived, or the backward ends, the scratch is reduce-scattered
+over the ranks, averaged, added to what the window has accumulated, and the squared norms of the sum
+are taken over this rank's pieces. So a norm never depends on tiers, slots or sub-groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from offload import Kernels, Ledger, Store, array_at, tensor_span
+from offload.arrays import torch_dtype
+from offload.ledger import Activity
+from zero.comm import Communicator
+from zero.unit import Segment
+
+
+class GradientReducer:
+    """Collects, reduces and accumulates the gradients of all segments."""
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        store: Store,
+        kernels: Kernels,
+        communicator: Communicator,
+    ) -> None:
+        self._store = store
+        self._ledger: Ledger = store.ledger
+        self._kernels = kernels
+        self._communicator = communicator
+        self._segments = [segment for segment in segments if segment.spec.trainable]
+        self._scratch: dict[int, torch.Tensor] = {}
+        self._arrived: dict[int, set[int]] = {}
+        parameter_count = 1 + max(
+            (member.order for segment in segments for member in segment.members), default=-1
+        )
+        self._squares = torch.zeros(parameter_count, dtype=torch.float64)
+
+    def register(self, on_arrival: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
+        """Hook every trainable parameter; `on_arrival` runs at each gradient, inside backward."""
+        handles = []
+        for segment in self._segments:
+            for position, member in enumerate(segment.members):
+
+                def collect(
+                    parameter: torch.Tensor, segment: Segment = segment, position: int = position
+                ) -> None:
+                    on_arrival()
+                    self._collect(segment, position, parameter)
+
+                handle = member.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
+                handles.append(handle)
+        return handles
+
+    def flush(self) -> None:
+        """Reduce what has arrived and is not reduced yet, in segment order.
+
+        Every rank must have used the same parameters, as the reduction is a collective.
+        """
+        for segment in self._segments:
+            if segment.index in self._scratch:
+                self._reduce(segment)
+
+    def abandon(self) -> None:
+        """Drop gradients that have arrived but are not reduced: their backward failed."""
+        self._scratch.clear()
+        self._arrived.clear()
+
+    def has_pending(self) -> bool:
+        """Tell whether gradients wait for their reduction."""
+        return bool(self._scratch)
+
+    def global_norm(self) -> float:
+        """Return the L2 norm of the accumulated gradients of all ranks, computed in fp64.
+
+        Squares are summed in parameter then rank order (DESIGN 6a). A collective.
+        """
+        for segment in self._segments:
+            if not self._store.has_gradient(segment.index):
+                for member in segment.members:
+                    self._squares[member.order] = 0.0
+        rows = self._communicator.gather_rows(self._squares)
+        total = 0.0
+        for by_rank in rows.t().tolist():
+            for square in by_rank:
+                total += square
+        return math.sqrt(total) if total >= 0 else math.nan
+
+    def _collect(self, segment: Segment, position: int, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is None:
+            return
+        scratch = self._scratch.get(segment.index)
+        if scratch is None:
+            scratch = torch.zeros(
+                segment.layout.padded_numel, dtype=torch_dtype(segment.spec.element)
+            )
+            self._scratch[segment.index] = scratch
+            self._arrived[segment.index] = set()
+        arrived = self._arrived[segment.index]
+        offset, numel = segment.layout.offsets[position], segment.layout.numels[position]
+        target = scratch[offset : offset + numel].view(gradient.shape)
+        if position in arrived:  # a nested backward delivers a reused parameter once each
+            target.add_(gradient.detach())
+        else:
+            target.copy_(gradient.detach())
+            arrived.add(position)
+        if len(arrived) == len(segment.members):
+            self._reduce(segment)
+
+    def _reduce(self, segment: Segment) -> None:
+        scratch = self._scratch.pop(segment.index)
+        self._arrived.pop(segment.index)
+        if not scratch.numel():
+            return
+        with self._ledger.timing(Activity.COLLECTIVE):
+            shard = self._communicator.reduce_scatter_in_place(scratch)
+            if self._communicator.world_size > 1:
+                shard.div_(self._communicator.world_size)
+        span = tensor_span(shard)
+        self._store.add_gradient(segment.index, span)
+        element_bytes = segment.spec.element.size_bytes
+        squares = dict.fromkeys(range(len(segment.members)), 0.0)
+        for piece in segment.pieces:
+            part = span.sub(piece.start * element_bytes, piece.numel * element_bytes)
+            values = array_at(part, segment.spec.element, piece.numel)
+            squares[piece.index] = self._kernels.sum_squares(values, piece.first)
+        for position, square in squares.items():
+            self._squares[segment.members[position].order] = square

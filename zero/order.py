@@ -1,0 +1,32 @@
+"""The recorded order in which units are used, and what it predicts."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Phase(enum.Enum):
+    """Which pass a unit is used in."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class RecordedOrder:
+    """Remembers which unit followed which; at most one successor for each unit and phase.
+
+    Nothing follows the end of a backward: an update comes next, which would make what was read
+    ahead old.
+    """
+
+    def __init__(self) -> None:
+        self._successor: dict[tuple[Phase, int], int] = {}
+        self._last: tuple[Phase, int] | None = None
+
+    def visit(self, phase: Phase, unit: int) -> int | None:
+        """Record a use and return the unit that followed it last time, if any."""
+        last = self._last
+        if last is not None and (last[0] is Phase.FORWARD or phase is Phase.BACKWARD):
+            self._successor[last] = unit
+        self._last = (phase, unit)
+        return self._successor.get((phase, unit))

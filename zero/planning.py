@@ -1,0 +1,224 @@
+"""The plan of a model and a configuration, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from torch import nn
+
+from aio_ops import Engine, open_engine
+from estimators import (
+    Budget,
+    ElementType,
+    MemoryPlan,
+    PlacementRequest,
+    SegmentSpec,
+    Tier,
+    plan_placement,
+)
+from offload import load_kernels
+from zero import machine
+from zero.comm import Communicator
+from zero.config import load_config, preflight
+from zero.errors import PlanError
+from zero.optimizer import ZeroOptimizer, group_parameters, make_optimizer
+from zero.settings import Settings
+from zero.units import UnitBlueprint, form_units
+
+NVME_ALIGNMENT_BYTES = 4096
+"""Alignment of extents; a file system that asks for more is refused when the file is made."""
+
+ConfigSource = str | Path | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank will allocate and where, and with which engine."""
+
+    memory: MemoryPlan
+    nvme_path: Path | None
+    engine_name: str
+    engine_reason: str
+    kernels_name: str
+    host_budget_source: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data."""
+        return {
+            "rows": [
+                {"tier": row.tier.value, "what": row.what, "bytes": row.size_bytes}
+                for row in self.memory.rows()
+            ],
+            "slots": {
+                "count": self.memory.slots.count,
+                "bytes": self.memory.slots.size_bytes,
+            },
+            "sub_groups": len(self.memory.sub_groups),
+            "swap_file_bytes": self.memory.swap_file_bytes,
+            "host_bytes": self.memory.host_bytes,
+            "host_budget_bytes": self.memory.host_budget_bytes,
+            "device_bytes": self.memory.device_bytes,
+            "nvme_path": str(self.nvme_path) if self.nvme_path else None,
+            "engine": self.engine_name,
+            "engine_reason": self.engine_reason,
+            "kernels": self.kernels_name,
+        }
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Everything decided before anything is allocated."""
+
+    settings: Settings
+    plan: Plan
+    units: Sequence[UnitBlueprint]
+    optimizer: ZeroOptimizer | None
+
+
+def plan_memory(model: nn.Module, config: ConfigSource, world_size: int | None = None) -> Plan:
+    """Return what training `model` with `config` will allocate on each rank; allocates nothing.
+
+    Args:
+        model: the model, on the CPU or on `meta`.
+        config: a ZeRO configuration: a path, a dictionary or base64 text.
+        world_size: ranks to plan for; by default those of the running job.
+
+    Raises:
+        ConfigError: if the configuration or the model cannot be used.
+        PlanError: if the budgets cannot hold the model.
+        OSError: if the NVMe path cannot be used or is too full.
+    """
+    communicator = Communicator()
+    ranks = world_size or communicator.world_size
+    local = communicator.local_world_size if world_size is None else ranks
+    settings = load_config(config).settings(ranks)
+    optimizer = make_optimizer(model, None, None, settings.optimizer)
+    engine = open_io_engine(settings)
+    try:
+        return make_blueprint(model, settings, optimizer, engine, ranks, local).plan
+    finally:
+        engine.close()
+
+
+def open_io_engine(settings: Settings) -> Engine:
+    """Open the engine that the settings ask for."""
+    aio = settings.aio
+    return open_engine(
+        aio.engine,
+        thread_count=aio.thread_count,
+        block_bytes=aio.block_bytes,
+        queue_depth=aio.queue_depth,
+    )
+
+
+def make_blueprint(
+    model: nn.Module,
+    settings: Settings,
+    optimizer: ZeroOptimizer | None,
+    engine: Engine,
+    world_size: int,
+    local_world_size: int,
+) -> Blueprint:
+    """Decide units and placement, and check that the disk can hold the plan."""
+    units = form_units(model, group_parameters(optimizer), settings.element)
+    request = PlacementRequest(
+        segments=tuple(spec for unit in units for spec, _ in unit.segments),
+        world_size=world_size,
+        parameter_tier=settings.parameter_offload.tier,
+        optimizer_tier=settings.optimizer_offload.tier,
+        state_format=settings.tiers.state_format,
+        sub_group_numel=settings.sub_group_numel,
+        alignment_bytes=NVME_ALIGNMENT_BYTES,
+        trains=optimizer is not None,
+    )
+    budget, source = _budget(request, settings, local_world_size)
+    memory = plan_placement(request, budget)
+    path = settings.tiers.nvme[0].path if settings.tiers.nvme else None
+    if memory.swap_file_bytes:
+        if path is None:
+            raise PlanError("the plan pages to NVMe but no path is given; set nvme_path")
+        preflight(path, memory.swap_file_bytes * local_world_size)
+    plan = Plan(
+        memory=memory,
+        nvme_path=path,
+        engine_name=engine.name,
+        engine_reason=engine.reason,
+        kernels_name=load_kernels().name,
+        host_budget_source=source,
+    )
+    return Blueprint(settings, plan, units, optimizer)
+
+
+def _budget(
+    request: PlacementRequest, settings: Settings, local_world_size: int
+) -> tuple[Budget, str]:
+    """Return one rank's share of the node's budgets, and where the host budget comes from."""
+    tiers = settings.tiers
+    nvme = tiers.nvme[0].capacity_bytes if tiers.nvme else None
+    device = tiers.device_memory_bytes
+    shares = (
+        device // local_world_size if device is not None else None,
+        nvme // local_world_size if nvme is not None else None,
+    )
+    if tiers.host_memory_bytes is not None:
+        host = tiers.host_memory_bytes // local_world_size
+        return Budget(host, *shares), "tiers.host_memory"
+    available = int(machine.available_host_bytes() * machine.HOST_MEMORY_MARGIN)
+    # On a CPU run the device is host memory too, so what the plan puts there comes off first.
+    window = plan_placement(request, Budget(_unlimited_bytes(request))).device_bytes
+    host = max(available // local_world_size - window, 0)
+    return Budget(host, *shares), (
+        f"auto: {machine.HOST_MEMORY_MARGIN:.0%} of the available host memory, less the device's"
+    )
+
+
+def _unlimited_bytes(request: PlacementRequest) -> int:
+    """Return a host budget that holds everything, with room for padding."""
+    total = sum(16 * sum(segment.numels) + (1 << 20) for segment in request.segments)
+    return 4 * total
+
+
+def describe_segments(segments: Sequence[SegmentSpec]) -> str:
+    """Return one line on how much of the model is trained, frozen and in which types."""
+    trained = sum(sum(segment.numels) for segment in segments if segment.trainable)
+    total = sum(sum(segment.numels) for segment in segments)
+    types = sorted({segment.element.value for segment in segments})
+    units = len({segment.unit_index for segment in segments})
+    return (
+        f"{total:,} parameters ({trained:,} trained) in {units} units,"
+        f" {', '.join(types) or ElementType.FP32.value}"
+    )
+
+
+def plan_table(plan: Plan) -> Table:
+    """Return the plan as a table for people."""
+    memory = plan.memory
+    table = Table(title="Plan for each rank", title_justify="left")
+    table.add_column("tier")
+    table.add_column("what")
+    table.add_column("bytes", justify="right")
+    for row in memory.rows():
+        name = "device (host RAM on this CPU run)" if row.tier is Tier.DEVICE else row.tier.value
+        table.add_row(name, row.what, f"{row.size_bytes:,}")
+    table.add_section()
+    table.add_row("", "host budget", f"{memory.host_budget_bytes:,}")
+    table.add_row("", "host planned", f"{memory.host_bytes:,}")
+    if memory.slots.count:
+        slots = memory.slots
+        table.add_row("", f"{slots.count} slots of", f"{slots.size_bytes:,}")
+        table.add_row("", f"swap file in {plan.nvme_path}", f"{memory.swap_file_bytes:,}")
+    request = memory.request
+    caption = [
+        describe_segments(request.segments),
+        f"{len(memory.sub_groups)} sub-groups, state format {request.state_format.value},"
+        f" world size {request.world_size}",
+        f"I/O engine: {plan.engine_name} ({plan.engine_reason}); kernels: {plan.kernels_name}",
+        f"host budget: {plan.host_budget_source}",
+    ]
+    table.caption = "\n".join(caption)
+    table.caption_justify = "left"
+    return table

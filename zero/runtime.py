@@ -1,0 +1,25 @@
+"""What one engine is made of, for the parts that need more than one piece of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload import Kernels, Store
+from zero.comm import Communicator
+from zero.gradients import GradientReducer
+from zero.schedule import UnitScheduler
+from zero.unit import Segment, Unit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runtime:
+    """The units of one engine, their store and their ranks."""
+
+    units: Sequence[Unit]
+    segments: Sequence[Segment]
+    store: Store
+    kernels: Kernels
+    communicator: Communicator
+    reducer: GradientReducer | None
+    scheduler: UnitScheduler

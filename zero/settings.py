@@ -1,0 +1,83 @@
+"""Settings after parsing: frozen, complete, with nothing left to resolve but the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from estimators import ElementType, StateFormat, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadSettings:
+    """The lowest tier that something may rest on."""
+
+    tier: Tier = Tier.DEVICE
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeSettings:
+    """One directory for swap files."""
+
+    path: Path
+    capacity_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """How much of each tier a node gives; None means decided from the machine ("auto")."""
+
+    device_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    nvme: tuple[NvmeSettings, ...] = ()
+    state_format: StateFormat = StateFormat.EXACT
+
+
+@dataclass(frozen=True, slots=True)
+class AioSettings:
+    """How transfers are made."""
+
+    engine: str = "auto"
+    block_bytes: int = 1 << 20
+    queue_depth: int = 32
+    thread_count: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFactory:
+    """An optimizer or scheduler by name."""
+
+    type_name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """The batch triple, resolved for one world size."""
+
+    train_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything the engine works from."""
+
+    batch: BatchSettings
+    element: ElementType | None
+    """Type that parameters are trained in; None keeps the model's own."""
+    stage: int = 3
+    gradient_clipping: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+    parameter_offload: OffloadSettings = OffloadSettings()
+    optimizer_offload: OffloadSettings = OffloadSettings()
+    sub_group_numel: int = 1_000_000_000
+    tiers: TierSettings = TierSettings()
+    aio: AioSettings = AioSettings()
+    optimizer: NamedFactory | None = None
+    scheduler: NamedFactory | None = None
+    drop_last_batch: bool = False

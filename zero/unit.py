@@ -1,0 +1,265 @@
+"""Units at run time: unshard, reshard, and the states in between.
+
+[Note: flat buffer] The parameters of a segment are views into one flat buffer, made by
+`parameter.data = view`, which gives each its own version counter, so filling the buffer does not
+look like an in-place change to autograd. Saved tensors of autograd share its storage: resizing the
+storage to zero frees them too, and filling it again revives them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from estimators import FlatLayout, Piece, SegmentSpec, shard_pieces
+from offload import Ledger, Store, tensor_at, tensor_span
+from offload.arrays import torch_dtype
+from offload.ledger import Activity
+from zero.comm import Communicator
+from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference, ShardedParameter
+from zero.units import ManagedParameter
+
+
+class UnitState(enum.Enum):
+    """Whether the full parameters of a unit are in memory."""
+
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
+
+
+_NEXT = {
+    UnitState.SHARDED: {UnitState.UNSHARDING},
+    UnitState.UNSHARDING: {UnitState.UNSHARDED, UnitState.SHARDED},
+    UnitState.UNSHARDED: {UnitState.SHARDED},
+}
+
+
+class Segment:
+    """Parameters of one unit in one flat buffer."""
+
+    def __init__(
+        self,
+        index: int,
+        spec: SegmentSpec,
+        members: Sequence[ManagedParameter],
+        communicator: Communicator,
+    ) -> None:
+        self.index = index
+        self.spec = spec
+        self.members = tuple(members)
+        self.layout: FlatLayout = spec.layout(communicator.world_size)
+        self.pieces: list[Piece] = shard_pieces(self.layout, communicator.rank)
+        self.is_in_place = False
+        self.flat = torch.empty(0, dtype=torch_dtype(spec.element))  # [padded numel] once attached
+        self._communicator = communicator
+        self._versions: list[int] = []
+        self._use_count = 0
+
+    @property
+    def versions(self) -> list[int]:
+        """Version counters of the parameters: any in-place write moves one."""
+        return [parameter._version for parameter in self.parameters]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The managed parameters, in layout order."""
+        return [member.parameter for member in self.members]
+
+    def attach(self, store: Store) -> None:
+        """Make the parameters views of the flat buffer: the shard itself where it is in place."""
+        self.is_in_place = store.plan.is_in_place(self.index)
+        resident = store.resident_parameters(self.index)
+        if self.is_in_place and resident is not None:
+            self.flat = tensor_at(resident, self.spec.element, self.layout.padded_numel)
+            self._link()
+            self.accept_changes()
+            return
+        self._renew()
+
+    def fill(self, store: Store, ledger: Ledger) -> None:
+        """Read this rank's shard into the flat buffer and gather the others'."""
+        if self.is_in_place:
+            return
+        storage = self.flat.untyped_storage()
+        storage.resize_(self.flat.numel() * self.flat.element_size())
+        if self.flat.numel():
+            store.read_parameters(self.index, tensor_span(self._communicator.own_slice(self.flat)))
+        with ledger.timing(Activity.COLLECTIVE):
+            self._communicator.all_gather_in_place(self.flat)
+
+    def expose(self) -> None:
+        """Make the parameters plain: their values may be read now."""
+        if not self.is_in_place:
+            for parameter in self.parameters:
+                parameter.__class__ = nn.Parameter
+            self._use_count = _use_count(self.flat)
+        self._versions = self.versions
+
+    def hide(self, *, keep_aliases: bool) -> None:
+        """Empty the flat buffer; with `keep_aliases` whoever still views it keeps it instead."""
+        if self.is_in_place:
+            return
+        storage = self.flat.untyped_storage()
+        aliased = keep_aliases and _use_count(self.flat) > self._use_count
+        if aliased or not storage.resizable() or any(map(self._has_strayed, self.members)):
+            self._renew()
+            return
+        storage.resize_(0)
+        for parameter in self.parameters:
+            parameter.__class__ = ShardedParameter
+
+    def changed(self, since: Sequence[int] | None = None) -> list[ManagedParameter]:
+        """Return the parameters written in place since they were exposed, or since `versions`."""
+        versions = self._versions if since is None else since
+        return [
+            member
+            for member, version in zip(self.members, versions, strict=True)
+            if member.parameter._version != version or self._has_strayed(member)
+        ]
+
+    def collect_strays(self) -> None:
+        """Copy the values of parameters that were moved off the flat buffer back into it.
+
+        Raises:
+            ValueError: if one has another shape or type now.
+        """
+        for member, offset, numel in zip(
+            self.members, self.layout.offsets, self.layout.numels, strict=True
+        ):
+            if not self._has_strayed(member):
+                continue
+            parameter = member.parameter
+            if parameter.numel() != numel or parameter.dtype is not self.flat.dtype:
+                raise ValueError(
+                    f"parameter {member.name} was replaced by {parameter.dtype} of shape"
+                    f" {tuple(parameter.shape)}; {self.flat.dtype} with {numel} elements is needed"
+                )
+            view = self.flat[offset : offset + numel].view(parameter.shape)
+            with torch.no_grad():
+                view.copy_(parameter)
+            parameter.data = view
+
+    def accept_changes(self) -> None:
+        """Take the current values as unchanged."""
+        self._versions = self.versions
+
+    def forget_values(self) -> None:
+        """Tell autograd that the values changed: a graph that saved the old ones must not run."""
+        torch.autograd.graph.increment_version(self.parameters)
+
+    def _has_strayed(self, member: ManagedParameter) -> bool:
+        """Tell whether a parameter was moved off the flat buffer, for example by `.data = ...`."""
+        if not member.parameter.numel():
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = member.parameter.untyped_storage()
+        return bool(storage._cdata != self.flat.untyped_storage()._cdata)
+
+    def _renew(self) -> None:
+        """Give the segment a new flat buffer, empty, and make the parameters views of it."""
+        self.flat = torch.empty(self.layout.padded_numel, dtype=torch_dtype(self.spec.element))
+        self._link()
+        self.flat.untyped_storage().resize_(0)
+        for parameter in self.parameters:
+            parameter.__class__ = ShardedParameter
+
+    def _link(self) -> None:
+        for parameter, offset, numel in zip(
+            self.parameters, self.layout.offsets, self.layout.numels, strict=True
+        ):
+            parameter.__class__ = nn.Parameter
+            parameter.data = self.flat[offset : offset + numel].view(parameter.shape)
+
+
+class Unit:
+    """Parameters that are unsharded and resharded together."""
+
+    def __init__(
+        self, index: int, name: str, module: nn.Module, segments: Sequence[Segment]
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.module = module
+        self.segments = tuple(segments)
+        self.state = UnitState.SHARDED
+        self.forward_depth = 0
+        self.gather_depth = 0
+        self.backward_tokens: dict[object, int] = {}
+        """Forward instances whose backward is running, with their graph task ids."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything of this unit is ever freed."""
+        return any(not segment.is_in_place for segment in self.segments)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether something still needs the full parameters."""
+        return bool(self.forward_depth or self.gather_depth or self.backward_tokens)
+
+    def move_to(self, state: UnitState) -> None:
+        """Change state, refusing every step that the table does not allow."""
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(
+                f"unit {self.name}: cannot go from {self.state.name} to {state.name}"
+            )
+        self.state = state
+
+    def unshard(self, store: Store) -> None:
+        """Bring the full parameters into memory; on failure the unit is sharded again."""
+        if self.state is UnitState.UNSHARDED:
+            return
+        self.move_to(UnitState.UNSHARDING)
+        try:
+            for segment in self.segments:
+                segment.fill(store, store.ledger)
+        except BaseException:
+            for segment in self.segments:
+                segment.hide(keep_aliases=False)
+            self.move_to(UnitState.SHARDED)
+            raise
+        for segment in self.segments:
+            segment.expose()
+        self.move_to(UnitState.UNSHARDED)
+
+    def reshard(self, *, keep_aliases: bool) -> None:
+        """Free the full parameters.
+
+        Raises:
+            RuntimeError: if a parameter was changed in place, because the change would be lost.
+        """
+        if self.state is not UnitState.UNSHARDED:
+            return
+        changed = [
+            member.name
+            for segment in self.segments
+            if not segment.is_in_place
+            for member in segment.changed()
+        ]
+        for segment in self.segments:
+            segment.hide(keep_aliases=keep_aliases)
+        self.move_to(UnitState.SHARDED)
+        if changed:
+            raise RuntimeError(
+                f"parameters {', '.join(changed)} were changed in place while unit {self.name} was"
+                " unsharded, and the change is lost; change them inside"
+                " `with zero.GatheredParameters(parameters, modifier_rank=0):`"
+            )
+
+    def refer(self, owner: object) -> None:
+        """Hang a reference to `owner` on the parameters of this unit."""
+        for segment in self.segments:
+            for member in segment.members:
+                setattr(
+                    member.parameter,
+                    REFERENCE_ATTRIBUTE,
+                    ParameterReference(member.name, self.name, owner),
+                )
+
+
+def _use_count(flat: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
