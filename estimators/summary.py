@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -191,31 +191,36 @@ class MemoryPlan:
         )
 
 
-def step_traffic(plan: MemoryPlan, micro_batches: int, *, first_step: bool = False) -> StepTraffic:
+def step_traffic(
+    plan: MemoryPlan, micro_batches: int, *, written_states: Container[int] | None = None
+) -> StepTraffic:
     """Return the NVMe bytes that one optimizer step of `micro_batches` moves on this rank.
 
     Each micro-batch reads parameters for its forward and its backward, and adds to the gradients
     (the first one only writes); the update reads everything and writes parameters and state. State
-    that was never written is zero and is not read: `first_step`.
+    that was never written is zero and is not read.
+
+    Args:
+        plan: the plan of this rank.
+        micro_batches: micro-batches of the step.
+        written_states: indices of the sub-groups whose state was written before; None is all.
     """
-    parameter = plan.nvme_section_bytes(Section.PARAMETER)
-    frozen = sum(
-        group.extent.bytes_of(frozenset({Section.PARAMETER})).get(Section.PARAMETER, 0)
-        for group in plan.sub_groups
-        if group.extent is not None and group.tier(Section.STATE) is None
-    )
-    gradient = plan.nvme_section_bytes(Section.GRADIENT)
-    state = plan.nvme_section_bytes(Section.STATE)
-    updated = parameter - frozen
-    return StepTraffic(
-        read_bytes={
-            Section.PARAMETER: 2 * micro_batches * parameter + updated,
-            Section.GRADIENT: micro_batches * gradient,
-            Section.STATE: 0 if first_step else state,
-        },
-        written_bytes={
-            Section.PARAMETER: updated,
-            Section.GRADIENT: micro_batches * gradient,
-            Section.STATE: state,
-        },
-    )
+    read = dict.fromkeys(Section, 0)
+    written = dict.fromkeys(Section, 0)
+    for group in plan.sub_groups:
+        if group.extent is None:
+            continue
+        sizes = group.extent.bytes_of(frozenset(Section))
+        parameter = sizes.get(Section.PARAMETER, 0)
+        gradient = sizes.get(Section.GRADIENT, 0)
+        state = sizes.get(Section.STATE, 0)
+        read[Section.PARAMETER] += 2 * micro_batches * parameter
+        if group.tier(Section.STATE) is not None:  # else frozen: clean pages, never written back
+            read[Section.PARAMETER] += parameter
+            written[Section.PARAMETER] += parameter
+        read[Section.GRADIENT] += micro_batches * gradient
+        written[Section.GRADIENT] += micro_batches * gradient
+        if written_states is None or group.index in written_states:
+            read[Section.STATE] += state
+        written[Section.STATE] += state
+    return StepTraffic(read, written)

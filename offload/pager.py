@@ -149,10 +149,9 @@ class Pager:
                 self._evict(slot)
 
     def fail(self, reason: str) -> None:
-        """Refuse all further work: `reason` says what is torn."""
-        if self.state is PagerState.READY:
-            self.state = PagerState.FAILED
-            self._reason = reason
+        """Refuse all further work: `reason` says what is torn, and adds to earlier reasons."""
+        self.state = PagerState.FAILED
+        self._reason = f"{self._reason}; {reason}" if self._reason else reason
 
     def close(self) -> None:
         """Wait for the engine and forget all slots; never raises for a transfer."""

@@ -44,8 +44,8 @@ def update(
     except BaseException as error:
         if store.pager is not None:
             store.pager.fail(
-                f"an optimizer step failed midway ({error}); sub-groups already moved:"
-                f" {', '.join(moved) or 'none'}"
+                f"an optimizer step failed midway ({type(error).__name__}); sub-groups already"
+                f" moved: {', '.join(moved) or 'none'}"
             )
         raise
     store.drop_gradients()

@@ -24,6 +24,7 @@ class NvmeSettings:
 
     path: Path
     capacity_bytes: int | None = None
+    allow_any_file_system: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,9 @@ def make_model(
     return model.to(dtype)
 
 
-def make_batch(step: int, rank: int = 0, batch: int = 2, length: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(
+    step: int, rank: int = 0, batch: int = 2, length: int = 12
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens and targets that depend on step and rank only."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     tokens = torch.randint(0, VOCABULARY, (batch, length + 1), generator=generator)

@@ -1,0 +1,27 @@
+"""Asynchronous byte movement between files and host memory, without torch.
+
+Importing does nothing: the native module, the C library and the kernel are first touched when an
+engine, an arena or a file is made.
+"""
+
+from aio_ops.engine import Engine, open_engine
+from aio_ops.memory import HostArena, Span
+from aio_ops.simulated import Fault, SimulatedDisk
+from aio_ops.swapfile import SwapFile
+from aio_ops.threads_engine import native_available, native_unavailable_reason
+from aio_ops.transfer import Ticket, TransferError, TransferFile
+
+__all__ = [
+    "Engine",
+    "Fault",
+    "HostArena",
+    "SimulatedDisk",
+    "Span",
+    "SwapFile",
+    "Ticket",
+    "TransferError",
+    "TransferFile",
+    "native_available",
+    "native_unavailable_reason",
+    "open_engine",
+]

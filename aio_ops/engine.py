@@ -1,0 +1,217 @@
+"""The verbs that every engine has, and the one function that chooses an engine."""
+
+import abc
+import enum
+import os
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Self, assert_never
+
+from aio_ops.linux import require_linux
+from aio_ops.memory import Span
+from aio_ops.swapfile import SwapFile
+from aio_ops.transfer import Operation, Ticket, Transfer, TransferFile
+
+_BLOCK_ALIGNMENT_BYTES = 4096
+_MAXIMUM_BLOCK_BYTES = 1 << 30  # the kernel moves less than 2 GiB a call
+
+
+class Engine(abc.ABC):
+    """Moves bytes between files and memory without making the caller wait.
+
+    One transfer completes on its own; nothing is ordered between transfers, so a caller that reads
+    back what it wrote waits for the write first.
+    """
+
+    name: str
+    reason: str
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._stopped = False
+        self._process_id = os.getpid()
+
+    def create_file(self, directory: Path, size_bytes: int) -> TransferFile:
+        """Return a new file of `size_bytes` zero bytes in `directory`."""
+        self._require_usable()
+        return SwapFile.create(directory, size_bytes)
+
+    def submit_read(self, file: TransferFile, offset: int, span: Span) -> Ticket:
+        """Start to fill `span` from the file; its bytes are undefined until the ticket is done."""
+        return self._submit(Operation.READ, file, offset, span)
+
+    def submit_write(self, file: TransferFile, offset: int, span: Span) -> Ticket:
+        """Start to write `span` to the file; its bytes must not change until it is done."""
+        return self._submit(Operation.WRITE, file, offset, span)
+
+    @property
+    @abc.abstractmethod
+    def in_flight(self) -> int:
+        """The number of transfers that are not done."""
+
+    @abc.abstractmethod
+    def drain(self) -> None:
+        """Wait until nothing is in flight; failures stay with their tickets."""
+
+    def close(self) -> None:
+        """Drain, then give up threads and queues; tickets stay readable."""
+        if self._in_other_process() or self._stopped:
+            return
+        self._closed = True  # first, so that nothing new arrives while draining
+        self.drain()
+        self._stop()
+        self._stopped = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @abc.abstractmethod
+    def _start(self, transfer: Transfer, file: TransferFile, span: Span) -> Ticket:
+        """Take a transfer whose request is valid."""
+
+    @abc.abstractmethod
+    def _stop(self) -> None:
+        """Give up what the engine holds, once nothing is in flight."""
+
+    def _submit(self, operation: Operation, file: TransferFile, offset: int, span: Span) -> Ticket:
+        self._require_usable()
+        check_request(file, offset, span)
+        return self._start(Transfer(operation, file, offset, span, file.lease()), file, span)
+
+    def _in_other_process(self) -> bool:
+        return os.getpid() != self._process_id
+
+    def _require_same_process(self) -> None:
+        if self._in_other_process():
+            raise RuntimeError(
+                f"this engine belongs to process {self._process_id} and its threads do not exist "
+                f"in the forked process {os.getpid()}; open an engine there"
+            )
+
+    def _require_usable(self) -> None:
+        self._require_same_process()
+        if self._closed:
+            raise RuntimeError("engine is closed")
+
+
+def check_request(file: TransferFile, offset: int, span: Span) -> None:
+    """Raise ValueError unless the file can take a transfer of `span` at `offset`."""
+    if span.size_bytes <= 0:
+        raise ValueError(f"a transfer needs at least one byte, got {span.size_bytes}")
+    if offset < 0 or offset + span.size_bytes > file.size_bytes:
+        raise ValueError(
+            f"bytes {offset} to {offset + span.size_bytes} are not inside {file.path}, which has "
+            f"{file.size_bytes} bytes"
+        )
+    if not file.direct:
+        return
+    alignment_bytes = file.alignment_bytes
+    for what, value in (
+        ("offset", offset),
+        ("size_bytes", span.size_bytes),
+        ("address", span.address),
+    ):
+        if value % alignment_bytes:
+            raise ValueError(
+                f"direct I/O on {file.path} needs {what} to be a multiple of {alignment_bytes}, "
+                f"got {value} ({value % alignment_bytes} too many); carve spans from a HostArena "
+                "and round extents up with align_up"
+            )
+
+
+class EngineKind(enum.StrEnum):
+    """The names that `open_engine` takes."""
+
+    AUTO = "auto"
+    THREADS = "threads"
+    PYTHON = "python"
+    IO_URING = "io_uring"
+    KERNEL_AIO = "kernel_aio"
+
+
+def open_engine(
+    kind: str = "auto",
+    *,
+    thread_count: int = 4,
+    block_bytes: int = 1 << 20,
+    queue_depth: int = 32,
+) -> Engine:
+    """Return an engine of the kind asked for, or raise why that cannot be.
+
+    `thread_count` blocks of `block_bytes` move at once. `queue_depth` is the number of transfers
+    that may be in flight; a further submit waits for one of them. "auto" takes the best engine
+    that works here and says in `Engine.reason` what it refused.
+    """
+    require_linux()
+    _check_settings(thread_count, block_bytes, queue_depth)
+    try:
+        asked = EngineKind(kind)
+    except ValueError:
+        known = ", ".join(repr(known.value) for known in EngineKind)
+        raise ValueError(f"there is no engine {kind!r}; choose one of {known}") from None
+    match asked:
+        case EngineKind.AUTO:
+            return _open_best(thread_count, block_bytes, queue_depth)
+        case EngineKind.THREADS:
+            return _open_threads(thread_count, block_bytes, queue_depth, "asked for by name")
+        case EngineKind.PYTHON:
+            return _open_python(thread_count, block_bytes, queue_depth, "asked for by name")
+        case EngineKind.IO_URING | EngineKind.KERNEL_AIO:
+            raise ValueError(f"{asked.value} is not in this version; use threads")
+        case _:
+            assert_never(asked)
+
+
+def _check_settings(thread_count: int, block_bytes: int, queue_depth: int) -> None:
+    if not 1 <= thread_count <= 1024:
+        raise ValueError(f"thread_count must be from 1 to 1024, got {thread_count}")
+    if not 1 <= queue_depth <= 1 << 20:
+        raise ValueError(f"queue_depth must be from 1 to {1 << 20}, got {queue_depth}")
+    if not 0 < block_bytes <= _MAXIMUM_BLOCK_BYTES or block_bytes % _BLOCK_ALIGNMENT_BYTES:
+        nearest = round(block_bytes / _BLOCK_ALIGNMENT_BYTES) * _BLOCK_ALIGNMENT_BYTES
+        nearest = min(max(nearest, _BLOCK_ALIGNMENT_BYTES), _MAXIMUM_BLOCK_BYTES)
+        raise ValueError(
+            f"block_bytes must be a multiple of {_BLOCK_ALIGNMENT_BYTES} up to "
+            f"{_MAXIMUM_BLOCK_BYTES}, got {block_bytes}; the nearest is {nearest}"
+        )
+
+
+def _open_best(thread_count: int, block_bytes: int, queue_depth: int) -> Engine:
+    from aio_ops.threads_engine import native_unavailable_reason
+
+    refusal = native_unavailable_reason()
+    if refusal is None:
+        reason = "the best engine of this version; io_uring and kernel_aio are not in it"
+        return _open_threads(thread_count, block_bytes, queue_depth, reason)
+    if os.environ.get("TIERZERO_REQUIRE_NATIVE") == "1":
+        raise RuntimeError(
+            f"TIERZERO_REQUIRE_NATIVE=1, but the native engine does not load: {refusal}"
+        )
+    warnings.warn(
+        f"the native engine does not load ({refusal}); the slower pure-Python engine is used",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    reason = f"threads was refused: {refusal}"
+    return _open_python(thread_count, block_bytes, queue_depth, reason)
+
+
+def _open_threads(thread_count: int, block_bytes: int, queue_depth: int, reason: str) -> Engine:
+    from aio_ops.threads_engine import ThreadsEngine
+
+    return ThreadsEngine(thread_count, block_bytes, queue_depth, reason)
+
+
+def _open_python(thread_count: int, block_bytes: int, queue_depth: int, reason: str) -> Engine:
+    from aio_ops.python_engine import PythonEngine
+
+    return PythonEngine(thread_count, block_bytes, queue_depth, reason)

@@ -1,0 +1,186 @@
+"""The engine of last resort: positioned reads and writes on a pool of Python threads."""
+
+import errno
+import functools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from aio_ops.engine import Engine
+from aio_ops.memory import Span, align_up
+from aio_ops.transfer import Operation, Outcome, Ticket, Transfer, TransferFile
+
+_AGAIN_LIMIT = 1000
+_ENDED_EARLY = "the file ended early"
+
+MoveOnce = Callable[[int, memoryview, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One queue entry of a transfer."""
+
+    descriptor: int
+    offset: int
+    view: memoryview
+    alignment_bytes: int
+
+
+def move_block(block: Block, move_once: MoveOnce) -> Outcome:
+    """Move a whole block, however many calls the kernel needs for it.
+
+    Direct I/O can only go on from a sector boundary, so the rest of a short transfer starts at the
+    last whole sector. A call that does not even move one sector has met the end of the file.
+    """
+    size_bytes = len(block.view)
+    position = moved_bytes = again_count = 0
+    while position < size_bytes:
+        try:
+            result = move_once(block.descriptor, block.view[position:], block.offset + position)
+        except BlockingIOError:
+            again_count += 1
+            if again_count > _AGAIN_LIMIT:
+                return Outcome(moved_bytes, errno.EAGAIN)
+            os.sched_yield()
+            continue
+        except OSError as error:
+            return Outcome(moved_bytes, error.errno or errno.EIO)
+        again_count = 0
+        moved_bytes = max(moved_bytes, position + result)
+        whole = position + result == size_bytes
+        advance = result if whole else result - result % block.alignment_bytes
+        if advance == 0:
+            return Outcome(moved_bytes, errno.EIO, _ENDED_EARLY)
+        position += advance
+    return Outcome(size_bytes)
+
+
+def _read_once(descriptor: int, view: memoryview, offset: int) -> int:
+    return os.preadv(descriptor, [view], offset)
+
+
+def _write_once(descriptor: int, view: memoryview, offset: int) -> int:
+    return os.pwritev(descriptor, [view], offset)
+
+
+class _Progress:
+    """The blocks of a transfer: those that no thread has taken, and what came of the others."""
+
+    def __init__(self, transfer: Transfer, blocks: list[Block], move_once: MoveOnce) -> None:
+        self.transfer = transfer
+        self.move_once = move_once
+        self.blocks_left = len(blocks)
+        self._blocks = deque(blocks)
+        self._moved_bytes = 0
+        self._first_failure: Outcome | None = None
+
+    def take_block(self) -> Block | None:
+        return self._blocks.popleft() if self._blocks else None
+
+    def add(self, outcome: Outcome) -> None:
+        self.blocks_left -= 1
+        self._moved_bytes += outcome.moved_bytes
+        if outcome.error_number and self._first_failure is None:
+            self._first_failure = outcome
+
+    def total(self) -> Outcome:
+        if self._first_failure is None:
+            return Outcome(self._moved_bytes)
+        return replace(self._first_failure, moved_bytes=self._moved_bytes)
+
+
+class PythonEngine(Engine):
+    """Works wherever Python does; the interpreter lock is released while the kernel moves bytes."""
+
+    name = "python"
+
+    def __init__(
+        self, thread_count: int, block_bytes: int, queue_depth: int, reason: str = ""
+    ) -> None:
+        super().__init__()
+        self.reason = reason
+        self._thread_count = thread_count
+        self._block_bytes = block_bytes
+        self._queue_depth = queue_depth
+        self._changed = threading.Condition()  # guards what follows and every _Progress
+        self._active: set[_Progress] = set()
+        self._pool = ThreadPoolExecutor(thread_count, thread_name_prefix="aio_ops")
+        self._start_threads()
+
+    @property
+    def in_flight(self) -> int:
+        """The number of transfers that are not done."""
+        self._require_same_process()
+        return len(self._active)
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight; failures stay with their tickets."""
+        self._require_same_process()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._active)
+
+    def _start_threads(self) -> None:
+        """Start every thread now, so that a submit cannot fail for want of one."""
+        everyone = threading.Barrier(self._thread_count + 1)
+        try:
+            for _ in range(self._thread_count):
+                self._pool.submit(everyone.wait)
+            everyone.wait()
+        except BaseException:
+            everyone.abort()
+            self._pool.shutdown(wait=True)
+            raise
+
+    def _start(self, transfer: Transfer, file: TransferFile, span: Span) -> Ticket:
+        alignment_bytes = file.alignment_bytes if file.direct else 1
+        block_bytes = align_up(self._block_bytes, alignment_bytes)
+        view = span.view()
+        descriptor = file.fileno()
+        blocks = [
+            Block(
+                descriptor,
+                transfer.offset + start,
+                view[start : start + block_bytes],
+                alignment_bytes,
+            )
+            for start in range(0, span.size_bytes, block_bytes)
+        ]
+        move_once = _read_once if transfer.operation is Operation.READ else _write_once
+        progress = _Progress(transfer, blocks, move_once)
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._active) < self._queue_depth)
+            self._require_usable()
+            self._active.add(progress)
+            for _ in range(min(len(blocks), self._thread_count)):
+                self._pool.submit(self._move_blocks, progress)
+        return Ticket(transfer, functools.partial(self._advance, transfer))
+
+    def _move_blocks(self, progress: _Progress) -> None:
+        """Move blocks of one transfer until no thread needs to take any more."""
+        while True:
+            with self._changed:
+                block = progress.take_block()
+            if block is None:
+                return
+            try:
+                outcome = move_block(block, progress.move_once)
+            except BaseException as error:  # noqa: BLE001  the ticket reports it, whatever it is
+                outcome = Outcome(0, errno.EIO, repr(error), error)
+            del block  # it refers to memory that the ticket is about to let go
+            with self._changed:
+                progress.add(outcome)
+                if progress.blocks_left == 0:
+                    progress.transfer.finish(progress.total())
+                    self._active.discard(progress)
+                    self._changed.notify_all()
+
+    def _advance(self, transfer: Transfer, timeout_s: float | None) -> None:
+        self._require_same_process()
+        with self._changed:
+            self._changed.wait_for(lambda: transfer.outcome is not None, timeout_s)
+
+    def _stop(self) -> None:
+        self._pool.shutdown(wait=True)

@@ -1,0 +1,176 @@
+"""The swap file: reserved space without a name, on direct I/O wherever the file system takes it."""
+
+import contextlib
+import errno
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from aio_ops.linux import require_linux, stated_direct_alignment
+from aio_ops.memory import align_up
+
+_MINIMUM_ALIGNMENT_BYTES = 4096
+_NO_TMPFILE_ERRORS = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL})
+
+
+class Descriptor:
+    """An open file descriptor, closed when nothing refers to it any more.
+
+    Every transfer in flight refers to the descriptor it uses, so the number cannot be reused for
+    another file while the kernel still moves bytes.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def close(self) -> None:
+        """Close it now; only right while no transfer can be using it."""
+        number, self.number = self.number, -1
+        if number >= 0:
+            # If closed underneath: the file has no name, so there is nothing left to lose.
+            with contextlib.suppress(OSError):
+                os.close(number)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class SwapFile:
+    """A file of fixed size whose space is reserved and which vanishes with its last descriptor."""
+
+    def __init__(
+        self,
+        descriptor: Descriptor,
+        path: Path,
+        size_bytes: int,
+        *,
+        alignment_bytes: int,
+        direct: bool,
+    ) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self.alignment_bytes = alignment_bytes
+        self.direct = direct
+        self._descriptor: Descriptor | None = descriptor
+
+    @classmethod
+    def create(cls, directory: Path, size_bytes: int) -> "SwapFile":
+        """Return a new file of `size_bytes` zero bytes in `directory`, or raise what is missing.
+
+        Where direct I/O is refused the file is buffered and one warning says so.
+        """
+        require_linux()
+        if not 0 < size_bytes < 1 << 62:
+            raise ValueError(f"a swap file cannot have {size_bytes} bytes")
+        descriptor = Descriptor(_open_unnamed(directory))
+        try:
+            return cls._prepare(descriptor, directory, size_bytes)
+        except BaseException:
+            descriptor.close()  # not left to the frames of the error: they would keep the space
+            raise
+
+    @classmethod
+    def _prepare(cls, descriptor: Descriptor, directory: Path, size_bytes: int) -> "SwapFile":
+        stated_bytes = stated_direct_alignment(descriptor.number)
+        alignment_bytes = max(stated_bytes or 0, _MINIMUM_ALIGNMENT_BYTES)
+        # Before O_DIRECT: the C library's emulation of fallocate writes single bytes.
+        _reserve(descriptor.number, directory, align_up(size_bytes, alignment_bytes))
+        refusal = _try_direct(descriptor.number, alignment_bytes, stated_bytes)
+        if refusal is not None:
+            warnings.warn(
+                f"{directory} takes no direct I/O ({refusal}); the swap file is buffered: it "
+                "competes for page cache and is slower. Use a directory on ext4, xfs or NVMe.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return cls(
+            descriptor,
+            Path(directory) / "<unlinked swap file>",
+            size_bytes,
+            alignment_bytes=alignment_bytes,
+            direct=refusal is None,
+        )
+
+    def lease(self) -> Descriptor:
+        """Return the descriptor; it stays open at least as long as the caller holds it."""
+        if self._descriptor is None:
+            raise ValueError(f"{self.path} is closed")
+        return self._descriptor
+
+    def fileno(self) -> int:
+        """Return the descriptor's number, or raise ValueError when the file is closed."""
+        return self.lease().number
+
+    def close(self) -> None:
+        """Give the file up; its space is freed once no transfer uses it any more."""
+        self._descriptor = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _open_unnamed(directory: Path) -> int:
+    """Open a file that no directory names, so that even a killed process leaves nothing."""
+    flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
+    try:
+        return os.open(directory, flags, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_TMPFILE_ERRORS:
+            raise
+    descriptor, name = tempfile.mkstemp(prefix=".tierzero-", dir=directory)
+    Path(name).unlink()
+    return descriptor
+
+
+def _reserve(descriptor: int, directory: Path, size_bytes: int) -> None:
+    """Reserve the space, because free bytes that are only looked at can be taken by others."""
+    status = os.statvfs(directory)  # before: a failed attempt may leave the disk full for a moment
+    free_bytes = status.f_bavail * status.f_frsize
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        remedy = {
+            errno.ENOSPC: "free some space, or use another directory",
+            errno.EDQUOT: "the disk quota is used up",
+            errno.EFBIG: "raise the limit on file sizes (`ulimit -f`) or use another file system",
+        }.get(error.errno or 0, "use another directory")
+        raise OSError(
+            error.errno,
+            f"cannot reserve {size_bytes} bytes for a swap file in {directory}, which had "
+            f"{free_bytes} bytes free: {error.strerror}; {remedy}",
+        ) from error
+
+
+def _try_direct(descriptor: int, alignment_bytes: int, stated_bytes: int | None) -> str | None:
+    """Switch the file to direct I/O and return None, or leave it buffered and return why."""
+    import fcntl  # not at the top: this package must import on every platform
+    import mmap
+
+    if stated_bytes == 0:
+        return "the file system states that it has none"
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        with mmap.mmap(-1, alignment_bytes) as block:  # zeros at a page boundary, as the file has
+            moved_bytes = os.pwrite(descriptor, block, 0)
+            if moved_bytes == alignment_bytes:
+                moved_bytes = os.preadv(descriptor, [block], 0)
+    except OSError as error:
+        refusal = f"{error.strerror}"
+    else:
+        if moved_bytes == alignment_bytes:
+            return None
+        refusal = f"a test moved {moved_bytes} of {alignment_bytes} bytes"
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    return refusal

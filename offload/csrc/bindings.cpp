@@ -1,0 +1,187 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "adamw.h"
+#include "norm.h"
+
+namespace nb = nanobind;
+
+namespace tierzero::kernels {
+namespace {
+
+// Arrays are taken as they are (never converted, so never silently copied): another type, a
+// stride or a read-only array where one is written raises TypeError.
+template <typename Value>
+using Array = nb::ndarray<Value, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <typename Value>
+std::span<Value> span_of(const Array<Value>& array, size_t numel, const char* name) {
+  if (array.size() != numel) {
+    const std::string message = std::string(name) + " has " + std::to_string(array.size()) +
+                                " elements, the first array " + std::to_string(numel);
+    throw nb::value_error(message.c_str());
+  }
+  if (reinterpret_cast<uintptr_t>(array.data()) % alignof(Value) != 0) {
+    throw nb::value_error((std::string(name) + " is not aligned to its elements").c_str());
+  }
+  return {array.data(), numel};
+}
+
+AdamWScalars scalars_of(const nb::object& scalars) {
+  const auto value = [&](const char* name) { return nb::cast<float>(scalars.attr(name)); };
+  return {.beta1 = value("beta1"),
+          .one_minus_beta1 = value("one_minus_beta1"),
+          .beta2 = value("beta2"),
+          .one_minus_beta2 = value("one_minus_beta2"),
+          .decay_factor = value("decay_factor"),
+          .step_size = value("step_size"),
+          .bias_correction2_sqrt = value("bias_correction2_sqrt"),
+          .eps = value("eps"),
+          .grad_scale = value("grad_scale")};
+}
+
+void bind_adamw_fp32(const Array<float>& param,
+                     const Array<const float>& grad,
+                     const Array<float>& exp_avg,
+                     const Array<float>& exp_avg_sq,
+                     const nb::object& scalars,
+                     uint64_t thread_count) {
+  const size_t numel = param.size();
+  const auto params = span_of(param, numel, "param");
+  const auto grads = span_of(grad, numel, "grad");
+  const Moments moments{span_of(exp_avg, numel, "exp_avg"),
+                        span_of(exp_avg_sq, numel, "exp_avg_sq")};
+  const AdamWScalars rounded = scalars_of(scalars);
+  const nb::gil_scoped_release released;
+  adamw_fp32(params, grads, moments, rounded, thread_count);
+}
+
+void bind_adamw_exact(const Array<uint16_t>& param,
+                      const Array<int16_t>& residual,
+                      const Array<const uint16_t>& grad,
+                      const Array<float>& exp_avg,
+                      const Array<float>& exp_avg_sq,
+                      const nb::object& scalars,
+                      uint64_t thread_count) {
+  const size_t numel = param.size();
+  const auto params = span_of(param, numel, "param");
+  const auto residuals = span_of(residual, numel, "residual");
+  const auto grads = span_of(grad, numel, "grad");
+  const Moments moments{span_of(exp_avg, numel, "exp_avg"),
+                        span_of(exp_avg_sq, numel, "exp_avg_sq")};
+  const AdamWScalars rounded = scalars_of(scalars);
+  const nb::gil_scoped_release released;
+  adamw_exact(params, residuals, grads, moments, rounded, thread_count);
+}
+
+void bind_adamw_master(const Array<uint16_t>& param,
+                       const Array<float>& master,
+                       const Array<const uint16_t>& grad,
+                       const Array<float>& exp_avg,
+                       const Array<float>& exp_avg_sq,
+                       const nb::object& scalars,
+                       uint64_t thread_count) {
+  const size_t numel = param.size();
+  const auto params = span_of(param, numel, "param");
+  const auto masters = span_of(master, numel, "master");
+  const auto grads = span_of(grad, numel, "grad");
+  const Moments moments{span_of(exp_avg, numel, "exp_avg"),
+                        span_of(exp_avg_sq, numel, "exp_avg_sq")};
+  const AdamWScalars rounded = scalars_of(scalars);
+  const nb::gil_scoped_release released;
+  adamw_master(params, masters, grads, moments, rounded, thread_count);
+}
+
+void bind_split_master(const Array<const float>& master,
+                       const Array<uint16_t>& param,
+                       const Array<int16_t>& residual,
+                       uint64_t thread_count) {
+  const size_t numel = master.size();
+  const auto masters = span_of(master, numel, "master");
+  const auto params = span_of(param, numel, "param");
+  const auto residuals = span_of(residual, numel, "residual");
+  const nb::gil_scoped_release released;
+  split_master(masters, params, residuals, thread_count);
+}
+
+void bind_join_master(const Array<const uint16_t>& param,
+                      const Array<const int16_t>& residual,
+                      const Array<float>& master,
+                      uint64_t thread_count) {
+  const size_t numel = master.size();
+  const auto params = span_of(param, numel, "param");
+  const auto residuals = span_of(residual, numel, "residual");
+  const auto masters = span_of(master, numel, "master");
+  const nb::gil_scoped_release released;
+  join_master(params, residuals, masters, thread_count);
+}
+
+template <typename Value>
+double bind_sum_squares(const Array<const Value>& values,
+                        uint64_t first_index,
+                        uint64_t thread_count) {
+  const auto elements = span_of(values, values.size(), "values");
+  const nb::gil_scoped_release released;
+  return sum_squares(elements, first_index, thread_count);
+}
+
+}  // namespace
+}  // namespace tierzero::kernels
+
+NB_MODULE(_kernels, module) {
+  using namespace nb::literals;
+  using namespace tierzero::kernels;
+  module.doc() = "Optimizer kernels on host memory; called through offload.kernels, which checks.";
+  module.def("adamw_fp32",
+             &bind_adamw_fp32,
+             "param"_a.noconvert(),
+             "grad"_a.noconvert(),
+             "exp_avg"_a.noconvert(),
+             "exp_avg_sq"_a.noconvert(),
+             "scalars"_a,
+             "thread_count"_a);
+  module.def("adamw_exact",
+             &bind_adamw_exact,
+             "param"_a.noconvert(),
+             "residual"_a.noconvert(),
+             "grad"_a.noconvert(),
+             "exp_avg"_a.noconvert(),
+             "exp_avg_sq"_a.noconvert(),
+             "scalars"_a,
+             "thread_count"_a);
+  module.def("adamw_master",
+             &bind_adamw_master,
+             "param"_a.noconvert(),
+             "master"_a.noconvert(),
+             "grad"_a.noconvert(),
+             "exp_avg"_a.noconvert(),
+             "exp_avg_sq"_a.noconvert(),
+             "scalars"_a,
+             "thread_count"_a);
+  module.def("split_master",
+             &bind_split_master,
+             "master"_a.noconvert(),
+             "param"_a.noconvert(),
+             "residual"_a.noconvert(),
+             "thread_count"_a);
+  module.def("join_master",
+             &bind_join_master,
+             "param"_a.noconvert(),
+             "residual"_a.noconvert(),
+             "master"_a.noconvert(),
+             "thread_count"_a);
+  module.def("sum_squares",
+             &bind_sum_squares<float>,
+             "values"_a.noconvert(),
+             "first_index"_a,
+             "thread_count"_a);
+  module.def("sum_squares",
+             &bind_sum_squares<uint16_t>,
+             "values"_a.noconvert(),
+             "first_index"_a,
+             "thread_count"_a);
+}

@@ -1,0 +1,86 @@
+"""Real file systems that are small, read-only, without direct I/O, or frozen at will."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+_FREEZE = 0xC0045877  # FIFREEZE
+_THAW = 0xC0045878  # FITHAW
+
+
+@contextlib.contextmanager
+def mounted(directory: Path, kind: str, *options: str, source: str = "none") -> Iterator[Path]:
+    """Mount a file system for the length of a block, or skip with what the machine says."""
+    directory.mkdir()
+    command = ["mount", "-t", kind, "-o", ",".join(options) or "rw", source, str(directory)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip(f"cannot mount a {kind} here: {result.stderr.strip()}")
+    try:
+        yield directory
+    finally:
+        command = ["umount", str(directory)]
+        left = subprocess.run(command, capture_output=True, text=True, check=False)
+        if left.returncode:  # someone still has a file open there: detach, and let the test fail
+            subprocess.run(["umount", "--lazy", str(directory)], check=True)
+            raise RuntimeError(f"cannot unmount: {left.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def mounted_ext4(parent: Path, size_bytes: int) -> Iterator[Path]:
+    """Make and mount an ext4 file system in a file."""
+    maker = shutil.which("mkfs.ext4", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    if maker is None:
+        pytest.skip("there is no mkfs.ext4 here")
+    image = parent / "image"
+    with image.open("wb") as file:
+        file.truncate(size_bytes)
+    subprocess.run([maker, "-q", "-m", "0", str(image)], check=True)
+    with mounted(parent / "ext4", "ext4", "loop", source=str(image)) as directory:
+        yield directory
+
+
+@contextlib.contextmanager
+def frozen(directory: Path) -> Iterator[Callable[[], None]]:
+    """Freeze a mounted file system: every write to it blocks in the kernel until it is thawed.
+
+    The block gets a function that thaws it early; leaving the block thaws it in any case.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    held = True
+
+    def thaw() -> None:
+        nonlocal held
+        if held:
+            held = False
+            fcntl.ioctl(descriptor, _THAW, 0)
+
+    try:
+        try:
+            fcntl.ioctl(descriptor, _FREEZE, 0)
+        except OSError as error:
+            pytest.skip(f"cannot freeze the file system at {directory}: {error.strerror}")
+        try:
+            yield thaw
+        finally:
+            thaw()
+    finally:
+        os.close(descriptor)
+
+
+def free_bytes(directory: Path) -> int:
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+def storage_bytes() -> tuple[int, int]:
+    """Return the bytes that this process has read from and written to storage so far."""
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    counts = {name: int(value) for name, value in (line.split(": ") for line in lines)}
+    return counts["read_bytes"], counts["write_bytes"]

@@ -1,0 +1,272 @@
+// The kernels' own tests, without Python. With the argument "full", the split is also checked on
+// all 2^32 patterns.
+
+#include <atomic>
+#include <barrier>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <set>
+#include <span>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "offload/csrc/adamw.h"
+#include "offload/csrc/norm.h"
+#include "offload/csrc/parallel.h"
+
+#define CHECK(condition)                                                          \
+  do {                                                                            \
+    if (!(condition)) {                                                           \
+      std::fprintf(stderr, "%s:%d: CHECK(%s)\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                               \
+    }                                                                             \
+  } while (false)
+
+namespace {
+
+using namespace tierzero::kernels;
+
+constexpr AdamWScalars kScalars{.beta1 = 0.9F,
+                                .one_minus_beta1 = 0.1F,
+                                .beta2 = 0.999F,
+                                .one_minus_beta2 = 0.001F,
+                                .decay_factor = 0.9997F,
+                                .step_size = 0.003F,
+                                .bias_correction2_sqrt = 0.0316F,
+                                .eps = 1e-8F,
+                                .grad_scale = 0.7F};
+
+// A small generator of patterns (xorshift), the same on every machine.
+class Patterns {
+ public:
+  explicit Patterns(uint32_t seed) : state_(seed) {}
+
+  uint32_t bits() {
+    state_ ^= state_ << 13;
+    state_ ^= state_ >> 17;
+    state_ ^= state_ << 5;
+    return state_;
+  }
+
+  // Any pattern but NaN and infinity.
+  float number() {
+    uint32_t candidate = bits();
+    while ((candidate & 0x7F80'0000) == 0x7F80'0000) {
+      candidate = bits();
+    }
+    return std::bit_cast<float>(candidate);
+  }
+
+ private:
+  uint32_t state_;
+};
+
+std::vector<float> numbers(size_t numel, uint32_t seed) {
+  Patterns patterns(seed);
+  std::vector<float> values(numel);
+  for (float& value : values) {
+    value = patterns.number();
+  }
+  return values;
+}
+
+std::vector<uint32_t> bits_of(const std::vector<float>& values) {
+  std::vector<uint32_t> bits;
+  bits.reserve(values.size());
+  for (const float value : values) {
+    bits.push_back(std::bit_cast<uint32_t>(value));
+  }
+  return bits;
+}
+
+// One set of masters in the three formats, with the same bf16-valued gradients.
+struct State {
+  explicit State(size_t numel)
+      : master(numbers(numel, 1)),
+        exp_avg(numbers(numel, 2)),
+        exp_avg_sq(numbers(numel, 3)),
+        wide_grad(numbers(numel, 4)),
+        param(numel),
+        residual(numel),
+        grad(numel) {
+    for (size_t i = 0; i < numel; ++i) {
+      exp_avg_sq[i] = std::fabs(exp_avg_sq[i]);
+      grad[i] = static_cast<uint16_t>(std::bit_cast<uint32_t>(wide_grad[i]) >> 16);
+      wide_grad[i] = std::bit_cast<float>(uint32_t{grad[i]} << 16);
+    }
+    split_master(master, param, residual, 1);
+  }
+
+  Moments moments() { return {exp_avg, exp_avg_sq}; }
+
+  std::vector<float> master;
+  std::vector<float> exp_avg;
+  std::vector<float> exp_avg_sq;
+  std::vector<float> wide_grad;
+  std::vector<uint16_t> param;
+  std::vector<int16_t> residual;
+  std::vector<uint16_t> grad;
+};
+
+void test_every_chunk_runs_once_on_all_threads() {
+  // The barrier opens only if three threads work at the same time.
+  std::barrier together(3);
+  std::vector<std::thread::id> ids(3);
+  for_each_chunk(3, 3, [&](uint64_t chunk) {
+    ids[chunk] = std::this_thread::get_id();
+    together.arrive_and_wait();
+  });
+  CHECK(std::set(ids.begin(), ids.end()).size() == 3);
+
+  for (const uint64_t thread_count : {0U, 1U, 2U, 7U}) {
+    std::vector<std::atomic<int>> visits(100);
+    for_each_chunk(visits.size(), thread_count, [&](uint64_t chunk) { ++visits[chunk]; });
+    for (const auto& visit : visits) {
+      CHECK(visit == 1);
+    }
+  }
+  for_each_chunk(0, 3, [](uint64_t) { CHECK(false); });
+}
+
+void test_update_is_the_written_formula() {
+  float param = 1.5F;
+  float exp_avg = 0.25F;
+  float exp_avg_sq = 0.5F;
+  const float grad = 2.0F;
+  // volatile: each operation is rounded to fp32 on its own, whatever this file is compiled with.
+  volatile float g = grad * kScalars.grad_scale;
+  volatile float decayed = param * kScalars.decay_factor;
+  volatile float old_part = exp_avg * kScalars.beta1;
+  volatile float new_part = g * kScalars.one_minus_beta1;
+  volatile float m = old_part + new_part;
+  volatile float square = g * g;
+  volatile float old_square = exp_avg_sq * kScalars.beta2;
+  volatile float new_square = square * kScalars.one_minus_beta2;
+  volatile float v = old_square + new_square;
+  volatile float root = std::sqrt(v);
+  volatile float quotient = root / kScalars.bias_correction2_sqrt;
+  volatile float denominator = quotient + kScalars.eps;
+  volatile float ratio = m / denominator;
+  volatile float change = kScalars.step_size * ratio;
+  const float expected = decayed - change;
+  adamw_fp32({&param, 1}, {&grad, 1}, {{&exp_avg, 1}, {&exp_avg_sq, 1}}, kScalars, 1);
+  CHECK(exp_avg == m);
+  CHECK(exp_avg_sq == v);
+  CHECK(param == expected);
+}
+
+void test_formats_and_thread_counts_agree() {
+  for (const size_t numel : {size_t{0}, size_t{1}, size_t{4097}, size_t{200'001}}) {
+    State fp32(numel);
+    adamw_fp32(fp32.master, fp32.wide_grad, fp32.moments(), kScalars, 1);
+    for (const uint64_t thread_count : {1U, 2U, 3U}) {
+      State master(numel);
+      adamw_master(
+          master.param, master.master, master.grad, master.moments(), kScalars, thread_count);
+      State exact(numel);
+      adamw_exact(exact.param, exact.residual, exact.grad, exact.moments(), kScalars, thread_count);
+      std::vector<float> joined(numel);
+      join_master(exact.param, exact.residual, joined, thread_count);
+      CHECK(bits_of(master.master) == bits_of(fp32.master));
+      CHECK(bits_of(joined) == bits_of(fp32.master));
+      CHECK(exact.param == master.param);
+      CHECK(bits_of(exact.exp_avg) == bits_of(fp32.exp_avg));
+      CHECK(bits_of(exact.exp_avg_sq) == bits_of(fp32.exp_avg_sq));
+    }
+  }
+}
+
+void test_computed_nans_have_one_pattern() {
+  const auto negative_nan = std::bit_cast<float>(0xFFC0'1234U);
+  std::vector<float> param{negative_nan, 1.0F, std::numeric_limits<float>::infinity()};
+  std::vector<float> exp_avg{0.0F, negative_nan, 0.0F};
+  std::vector<float> exp_avg_sq{1.0F, -1.0F, negative_nan};
+  const std::vector<float> grad{0.0F, 0.0F, 0.0F};
+  adamw_fp32(param, grad, {exp_avg, exp_avg_sq}, kScalars, 1);
+  for (const float value : {param[0], param[1], param[2], exp_avg[1], exp_avg_sq[2]}) {
+    CHECK(std::bit_cast<uint32_t>(value) == 0x7FC0'0000U);
+  }
+}
+
+uint32_t quieted(uint32_t bits) {
+  return (bits & 0x7FFF'FFFF) > 0x7F80'0000 ? (bits & 0x8000'0000) | 0x7FC0'0000 : bits;
+}
+
+// Checks join(split(x)) == x, NaNs made quiet, for every `stride`-th pattern.
+void check_split_is_a_bijection(uint64_t stride, uint64_t thread_count) {
+  constexpr size_t kNumel = 1 << 20;
+  std::vector<float> master(kNumel);
+  std::vector<float> joined(kNumel);
+  std::vector<uint16_t> param(kNumel);
+  std::vector<int16_t> residual(kNumel);
+  for (uint64_t first = 0; first < uint64_t{1} << 32; first += kNumel * stride) {
+    for (size_t i = 0; i < kNumel; ++i) {
+      master[i] = std::bit_cast<float>(static_cast<uint32_t>(first + i * stride));
+    }
+    split_master(master, param, residual, thread_count);
+    join_master(param, residual, joined, thread_count);
+    bool equal = true;
+    for (size_t i = 0; i < kNumel; ++i) {
+      const uint32_t bits = quieted(static_cast<uint32_t>(first + i * stride));
+      equal &= std::bit_cast<uint32_t>(joined[i]) == bits;
+      equal &= param[i] == static_cast<uint16_t>((uint64_t{bits} + 0x8000) >> 16);
+    }
+    CHECK(equal);
+  }
+}
+
+// The rule of the norm, one element at a time.
+double slow_sum_squares(std::span<const float> values, uint64_t first_index) {
+  double total = 0.0;
+  size_t done = 0;
+  while (done < values.size()) {
+    const uint64_t block = (first_index + done) / 4096;
+    double lanes[64] = {};
+    for (; done < values.size() && (first_index + done) / 4096 == block; ++done) {
+      const double value = values[done];
+      lanes[(first_index + done) % 64] += value * value;
+    }
+    for (size_t half = 32; half > 0; half /= 2) {
+      for (size_t lane = 0; lane < half; ++lane) {
+        lanes[lane] += lanes[lane + half];
+      }
+    }
+    total += lanes[0];
+  }
+  return total;
+}
+
+void test_sum_squares_is_the_slow_sum() {
+  State state(262'145);
+  const std::span<const float> wide(state.wide_grad);
+  const std::span<const uint16_t> narrow(state.grad);
+  for (const size_t numel : {0U, 1U, 63U, 64U, 65U, 4095U, 4096U, 4097U, 262'145U}) {
+    for (const uint64_t first_index :
+         {uint64_t{0}, uint64_t{1}, uint64_t{63}, uint64_t{4095}, uint64_t{1'000'000'000'037}}) {
+      const double expected = slow_sum_squares(wide.first(numel), first_index);
+      for (const uint64_t thread_count : {1U, 2U, 3U}) {
+        CHECK(sum_squares(wide.first(numel), first_index, thread_count) == expected);
+        CHECK(sum_squares(narrow.first(numel), first_index, thread_count) == expected);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  test_every_chunk_runs_once_on_all_threads();
+  test_update_is_the_written_formula();
+  test_formats_and_thread_counts_agree();
+  test_computed_nans_have_one_pattern();
+  test_sum_squares_is_the_slow_sum();
+  const bool full = argc > 1 && std::string_view(argv[1]) == "full";
+  check_split_is_a_bijection(full ? 1 : 251, 2);
+  std::printf("test_kernels: all passed%s\n", full ? ", all 2^32 patterns" : "");
+  return 0;
+}

@@ -1,0 +1,537 @@
+// The thread engine without Python: on real files, and on a kernel that misbehaves on purpose.
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <latch>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "aio_ops/csrc/thread_engine.h"
+
+#define CHECK(condition)                                                             \
+  do {                                                                               \
+    if (!(condition)) {                                                              \
+      std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
+      std::abort();                                                                  \
+    }                                                                                \
+  } while (false)
+
+namespace {
+
+using tierzero::aio::Block;
+using tierzero::aio::MoveOnce;
+using tierzero::aio::Operation;
+using tierzero::aio::Result;
+using tierzero::aio::Settings;
+using tierzero::aio::ThreadEngine;
+using tierzero::aio::Transfer;
+using Duration = ThreadEngine::Duration;
+using Bytes = std::vector<std::byte>;
+
+constexpr Duration kPoll = Duration::zero();
+constexpr Duration kForever = std::chrono::hours(1);
+constexpr uint64_t kSector = 4096;
+
+// A file in memory or on disk that vanishes with this object.
+class TemporaryFile {
+ public:
+  explicit TemporaryFile(uint64_t size_bytes) {
+    std::string name = "/tmp/aio_core_XXXXXX";
+    descriptor_ = mkstemp(name.data());
+    CHECK(descriptor_ >= 0);
+    CHECK(unlink(name.c_str()) == 0);
+    CHECK(ftruncate(descriptor_, static_cast<off_t>(size_bytes)) == 0);
+  }
+  ~TemporaryFile() { CHECK(close(descriptor_) == 0); }
+  TemporaryFile(const TemporaryFile&) = delete;
+  TemporaryFile& operator=(const TemporaryFile&) = delete;
+
+  int descriptor() const { return descriptor_; }
+
+ private:
+  int descriptor_ = -1;
+};
+
+// A door that calls wait at, and that counts them: it makes "still in flight" certain.
+class Gate {
+ public:
+  void pass() {
+    std::unique_lock lock(mutex_);
+    ++arrived_;
+    changed_.notify_all();
+    changed_.wait(lock, [this] { return open_; });
+  }
+  void wait_for_arrivals(int count) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this, count] { return arrived_ >= count; });
+  }
+  void open() {
+    const std::lock_guard lock(mutex_);
+    open_ = true;
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int arrived_ = 0;
+  bool open_ = false;
+};
+
+Block block_of(Bytes& memory, Operation operation = Operation::kWrite, int descriptor = -1) {
+  return {operation, descriptor, 0, memory.data(), memory.size(), 1};
+}
+
+Bytes pattern(uint64_t size_bytes, unsigned seed) {
+  Bytes bytes(size_bytes);
+  unsigned state = seed * 2654435761U + 1;
+  for (std::byte& byte : bytes) {
+    state = state * 1664525U + 1013904223U;
+    byte = static_cast<std::byte>(state >> 24U);
+  }
+  return bytes;
+}
+
+std::shared_ptr<Transfer> submit(ThreadEngine& engine, const Block& block) {
+  for (;;) {
+    if (std::shared_ptr<Transfer> transfer = engine.try_submit(block)) {
+      return transfer;
+    }
+    engine.wait_for_room(kForever);
+  }
+}
+
+Result run(ThreadEngine& engine, const Block& block) {
+  const std::shared_ptr<Transfer> transfer = submit(engine, block);
+  CHECK(engine.wait(*transfer, kForever));
+  return transfer->result();
+}
+
+template <typename Call>
+int error_of(const Call& call) {
+  try {
+    call();
+  } catch (const std::system_error& error) {
+    return error.code().value();
+  }
+  return 0;
+}
+
+int64_t move_all(const Block& block) {
+  return static_cast<int64_t>(block.size_bytes);
+}
+
+void real_files_hold_what_was_written() {
+  constexpr uint64_t kTransferBytes = 5 * kSector + 123;
+  constexpr uint64_t kCount = 24;
+  TemporaryFile file(kCount * kTransferBytes);
+  ThreadEngine engine({4, kSector, 8});
+  std::vector<Bytes> sources;
+  std::vector<std::shared_ptr<Transfer>> transfers;
+  for (unsigned index = 0; index < kCount; ++index) {
+    sources.push_back(pattern(kTransferBytes, index));
+  }
+  for (unsigned index = 0; index < kCount; ++index) {
+    Block block = block_of(sources[index], Operation::kWrite, file.descriptor());
+    block.offset_bytes = index * kTransferBytes;
+    transfers.push_back(submit(engine, block));
+  }
+  for (const auto& transfer : transfers) {
+    CHECK(engine.wait(*transfer, kForever));
+    CHECK(transfer->result().error_number == 0);
+    CHECK(transfer->result().moved_bytes == kTransferBytes);
+  }
+  for (unsigned index = 0; index < kCount; ++index) {
+    Bytes direct(kTransferBytes);  // past the engine, so that two wrongs cannot make a right
+    const auto offset = static_cast<off_t>(index * kTransferBytes);
+    CHECK(pread(file.descriptor(), direct.data(), direct.size(), offset) ==
+          static_cast<ssize_t>(kTransferBytes));
+    CHECK(direct == sources[index]);
+    Bytes target(kTransferBytes);
+    Block block = block_of(target, Operation::kRead, file.descriptor());
+    block.offset_bytes = index * kTransferBytes;
+    CHECK(run(engine, block).moved_bytes == kTransferBytes);
+    CHECK(target == sources[index]);
+  }
+}
+
+void every_byte_is_asked_for_once() {
+  Bytes memory(10 * kSector + 1);
+  std::vector<std::atomic<int>> touched(memory.size());
+  ThreadEngine engine({3, 2 * kSector, 4}, [&](const Block& block) {
+    const auto start = static_cast<uint64_t>(block.data - memory.data());
+    CHECK(block.offset_bytes == start);
+    CHECK(block.size_bytes <= 2 * kSector);
+    for (uint64_t index = start; index < start + block.size_bytes; ++index) {
+      ++touched[index];
+    }
+    return move_all(block);
+  });
+  CHECK(run(engine, block_of(memory)).moved_bytes == memory.size());
+  for (const auto& count : touched) {
+    CHECK(count == 1);
+  }
+}
+
+// Moves at most `most_bytes` a call, and before each such call answers with `before` once.
+MoveOnce reluctant(uint64_t most_bytes, int before) {
+  auto calls = std::make_shared<std::atomic<int>>(0);
+  return [=](const Block& block) -> int64_t {
+    if (before != 0 && (*calls)++ % 2 == 0) {
+      return -before;
+    }
+    return static_cast<int64_t>(std::min(most_bytes, block.size_bytes));
+  };
+}
+
+void short_and_interrupted_calls_go_on() {
+  for (const int before : {0, EINTR, EAGAIN}) {
+    for (const uint64_t most_bytes : {uint64_t{1}, uint64_t{7}, kSector}) {
+      Bytes memory(2 * kSector + 5);
+      ThreadEngine engine({1, kSector, 1}, reluctant(most_bytes, before));
+      const Result result = run(engine, block_of(memory));
+      CHECK(result.error_number == 0);
+      CHECK(result.moved_bytes == memory.size());
+    }
+  }
+}
+
+void direct_transfers_go_on_from_whole_sectors() {
+  Bytes memory(4 * kSector);
+  std::vector<uint64_t> offsets;
+  ThreadEngine engine({1, 4 * kSector, 1}, [&](const Block& block) {
+    offsets.push_back(block.offset_bytes);
+    return static_cast<int64_t>(std::min(block.size_bytes, kSector + 1000));
+  });
+  Block block = block_of(memory);
+  block.alignment_bytes = kSector;
+  CHECK(run(engine, block).moved_bytes == memory.size());
+  CHECK((offsets == std::vector<uint64_t>{0, kSector, 2 * kSector, 3 * kSector}));
+}
+
+void blocks_are_whole_sectors() {
+  Bytes memory(4 * kSector);
+  std::atomic<int> calls = 0;
+  ThreadEngine engine({1, 512, 1}, [&](const Block& block) {
+    ++calls;
+    CHECK(block.size_bytes == kSector);
+    return move_all(block);
+  });
+  Block block = block_of(memory);
+  block.alignment_bytes = kSector;
+  CHECK(run(engine, block).moved_bytes == memory.size());
+  CHECK(calls == 4);
+}
+
+void an_endless_again_is_an_error() {
+  Bytes memory(1);
+  ThreadEngine engine({1, kSector, 1}, [](const Block&) { return int64_t{-EAGAIN}; });
+  CHECK(run(engine, block_of(memory)).error_number == EAGAIN);
+}
+
+void a_file_that_ends_early_is_an_error() {
+  TemporaryFile file(kSector + 100);
+  Bytes memory(2 * kSector);
+  ThreadEngine engine({2, kSector, 1});
+  const Result result = run(engine, block_of(memory, Operation::kRead, file.descriptor()));
+  CHECK(result.error_number == EIO);
+  CHECK(result.ended_early);
+  CHECK(result.moved_bytes == kSector + 100);
+}
+
+void less_than_a_sector_is_the_end_for_direct_transfers() {
+  Bytes memory(kSector);
+  ThreadEngine engine({1, kSector, 1}, [](const Block&) { return int64_t{100}; });
+  Block block = block_of(memory);
+  block.alignment_bytes = kSector;
+  const Result result = run(engine, block);
+  CHECK(result.error_number == EIO);
+  CHECK(result.ended_early);
+  CHECK(result.moved_bytes == 100);
+}
+
+void the_first_error_is_kept_and_other_blocks_finish() {
+  Bytes memory(8 * kSector);
+  std::atomic<int> calls = 0;
+  ThreadEngine engine({1, kSector, 1}, [&](const Block& block) -> int64_t {
+    ++calls;
+    switch (block.offset_bytes / kSector) {
+      case 2:
+        return -ENOSPC;
+      case 5:
+        return -EIO;
+      default:
+        return move_all(block);
+    }
+  });
+  const Result result = run(engine, block_of(memory));
+  CHECK(calls == 8);
+  CHECK(result.error_number == ENOSPC);
+  CHECK(result.moved_bytes == 6 * kSector);
+  CHECK(run(engine, block_of(memory)).error_number == ENOSPC);  // and the engine goes on
+}
+
+void what_a_call_throws_becomes_the_error() {
+  Bytes memory(kSector);
+  ThreadEngine coded({1, kSector, 1}, [](const Block&) -> int64_t {
+    throw std::system_error(ENODEV, std::generic_category());
+  });
+  CHECK(run(coded, block_of(memory)).error_number == ENODEV);
+  ThreadEngine other({1, kSector, 1},
+                     [](const Block&) -> int64_t { throw std::runtime_error("not an errno"); });
+  CHECK(run(other, block_of(memory)).error_number == EIO);
+}
+
+void errors_of_the_real_kernel_arrive() {
+  Bytes memory(kSector);
+  ThreadEngine engine({1, kSector, 1});
+  CHECK(run(engine, block_of(memory, Operation::kRead, -1)).error_number == EBADF);
+  const int read_only = open("/dev/null", O_RDONLY | O_CLOEXEC);
+  CHECK(read_only >= 0);
+  CHECK(run(engine, block_of(memory, Operation::kWrite, read_only)).error_number == EBADF);
+  CHECK(close(read_only) == 0);
+}
+
+void transfers_complete_one_by_one() {
+  Gate gate;
+  Bytes slow(kSector);
+  Bytes fast(3 * kSector);
+  ThreadEngine engine({2, kSector, 8}, [&](const Block& block) {
+    if (block.data == slow.data()) {
+      gate.pass();
+    }
+    return move_all(block);
+  });
+  const auto held = submit(engine, block_of(slow));
+  gate.wait_for_arrivals(1);
+  CHECK(run(engine, block_of(fast)).moved_bytes == fast.size());
+  CHECK(!held->done());
+  CHECK(!engine.wait(*held, kPoll));
+  CHECK(!engine.drain(kPoll));
+  CHECK(engine.in_flight() == 1);
+  gate.open();
+  CHECK(engine.wait(*held, kForever));
+  CHECK(engine.drain(kForever));
+  CHECK(engine.in_flight() == 0);
+}
+
+void a_full_queue_is_an_answer() {
+  Gate gate;
+  Bytes memory(kSector);
+  ThreadEngine engine({1, kSector, 2}, [&](const Block& block) {
+    gate.pass();
+    return move_all(block);
+  });
+  CHECK(engine.try_submit(block_of(memory)) != nullptr);
+  CHECK(engine.try_submit(block_of(memory)) != nullptr);
+  CHECK(engine.try_submit(block_of(memory)) == nullptr);
+  CHECK(!engine.wait_for_room(kPoll));
+  gate.open();
+  CHECK(engine.wait_for_room(kForever));
+  CHECK(engine.try_submit(block_of(memory)) != nullptr);
+}
+
+void closing_finishes_what_nobody_waits_for() {
+  TemporaryFile file(64 * kSector);
+  Bytes source = pattern(64 * kSector, 9);
+  {
+    ThreadEngine engine({3, kSector, 64});
+    for (uint64_t index = 0; index < 64; ++index) {
+      const Block whole = block_of(source, Operation::kWrite, file.descriptor());
+      CHECK(engine.try_submit(whole.part(index * kSector, kSector)) != nullptr);  // and dropped
+    }
+  }
+  Bytes target(source.size());
+  CHECK(pread(file.descriptor(), target.data(), target.size(), 0) ==
+        static_cast<ssize_t>(target.size()));
+  CHECK(target == source);
+}
+
+void closing_waits_for_a_call_in_the_kernel() {
+  Gate gate;
+  Bytes memory(kSector);
+  std::atomic<bool> opened = false;
+  ThreadEngine engine({1, kSector, 4}, [&](const Block& block) {
+    gate.pass();
+    return move_all(block);
+  });
+  const auto transfer = submit(engine, block_of(memory));
+  gate.wait_for_arrivals(1);
+  std::array<std::thread, 2> closers;
+  for (std::thread& closer : closers) {  // two at once: each returns only when all is over
+    closer = std::thread([&] {
+      engine.close();
+      CHECK(opened);
+      CHECK(transfer->done());
+    });
+  }
+  while (error_of([&] { engine.try_submit(block_of(memory)); }) != ESHUTDOWN) {
+    std::this_thread::yield();  // until a closer has begun
+  }
+  CHECK(!transfer->done());
+  opened = true;
+  gate.open();
+  for (std::thread& closer : closers) {
+    closer.join();
+  }
+  CHECK(transfer->result().moved_bytes == kSector);
+  CHECK(error_of([&] { engine.try_submit(block_of(memory)); }) == ESHUTDOWN);
+  engine.close();
+}
+
+void closing_wakes_those_who_wait_for_room() {
+  Gate gate;
+  Bytes memory(kSector);
+  ThreadEngine engine({1, kSector, 1}, [&](const Block& block) {
+    gate.pass();
+    return move_all(block);
+  });
+  const auto transfer = submit(engine, block_of(memory));
+  std::thread submitter(
+      [&] { CHECK(error_of([&] { submit(engine, block_of(memory)); }) == ESHUTDOWN); });
+  engine.refuse_more();  // the gate is closed, so nothing else can wake the submitter
+  submitter.join();
+  CHECK(!transfer->done());
+  gate.open();
+}
+
+void a_forked_child_may_destroy_but_not_use() {
+  Gate gate;
+  Bytes memory(kSector);
+  auto engine = std::make_unique<ThreadEngine>(Settings{2, kSector, 4}, [&](const Block& block) {
+    gate.pass();
+    return move_all(block);
+  });
+  const auto transfer = submit(*engine, block_of(memory));
+  gate.wait_for_arrivals(1);
+  const pid_t child = fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    bool refused = error_of([&] { engine->try_submit(block_of(memory)); }) == EPERM;
+    refused = refused && error_of([&] { engine->wait(*transfer, kForever); }) == EPERM;
+    refused = refused && error_of([&] { engine->drain(kForever); }) == EPERM;
+    refused = refused && error_of([&] { engine->close(); }) == EPERM;
+    engine.reset();  // joins no thread and waits for no transfer
+    _exit(refused ? 0 : 1);
+  }
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  CHECK(!transfer->done());
+  gate.open();
+  CHECK(engine->wait(*transfer, kForever));
+}
+
+std::atomic<pthread_t> signal_ran_on;
+
+void signals_stay_with_the_caller() {
+  struct sigaction action = {};
+  action.sa_handler = [](int) { signal_ran_on = pthread_self(); };
+  CHECK(sigaction(SIGUSR1, &action, nullptr) == 0);
+  std::latch looked(2);
+  ThreadEngine engine({2, kSector, 4}, [&](const Block& block) {
+    sigset_t blocked;
+    CHECK(pthread_sigmask(SIG_BLOCK, nullptr, &blocked) == 0);
+    CHECK(sigismember(&blocked, SIGUSR1) == 1);
+    CHECK(sigismember(&blocked, SIGSEGV) == 0);
+    looked.arrive_and_wait();  // so that each of the two threads looks
+    return move_all(block);
+  });
+  Bytes memory(2 * kSector);
+  CHECK(run(engine, block_of(memory)).error_number == 0);
+  CHECK(kill(getpid(), SIGUSR1) == 0);
+  CHECK(pthread_equal(signal_ran_on, pthread_self()) != 0);
+}
+
+void many_threads_share_one_engine() {
+  constexpr uint64_t kThreads = 4;
+  constexpr uint64_t kRounds = 60;
+  constexpr uint64_t kExtent = 3 * kSector;
+  TemporaryFile file(kThreads * kExtent);
+  ThreadEngine engine({3, kSector, 3});
+  std::vector<std::thread> threads;
+  for (unsigned owner = 0; owner < kThreads; ++owner) {
+    threads.emplace_back([&, owner] {
+      for (unsigned round = 0; round < kRounds; ++round) {
+        Bytes source = pattern(kExtent, owner * 1000 + round);
+        Bytes target(kExtent);
+        Block out = block_of(source, Operation::kWrite, file.descriptor());
+        Block in = block_of(target, Operation::kRead, file.descriptor());
+        out.offset_bytes = in.offset_bytes = owner * kExtent;
+        CHECK(run(engine, out).error_number == 0);
+        CHECK(run(engine, in).moved_bytes == kExtent);
+        CHECK(target == source);
+        if (round % 8 == owner) {
+          CHECK(engine.drain(kForever));
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  CHECK(engine.in_flight() == 0);
+}
+
+void wrong_settings_are_refused() {
+  CHECK(error_of([] { ThreadEngine({0, kSector, 1}); }) == EINVAL);
+  CHECK(error_of([] { ThreadEngine({1, 0, 1}); }) == EINVAL);
+  CHECK(error_of([] { ThreadEngine({1, kSector, 0}); }) == EINVAL);
+  ThreadEngine engine({1, kSector, 1});
+  Bytes nothing;
+  CHECK(error_of([&] { engine.try_submit(block_of(nothing)); }) == EINVAL);
+}
+
+struct Test {
+  const char* name;
+  void (*run)();
+};
+
+}  // namespace
+
+int main() {
+  const std::array tests = {
+      Test{"real_files_hold_what_was_written", real_files_hold_what_was_written},
+      Test{"every_byte_is_asked_for_once", every_byte_is_asked_for_once},
+      Test{"short_and_interrupted_calls_go_on", short_and_interrupted_calls_go_on},
+      Test{"direct_transfers_go_on_from_whole_sectors", direct_transfers_go_on_from_whole_sectors},
+      Test{"blocks_are_whole_sectors", blocks_are_whole_sectors},
+      Test{"an_endless_again_is_an_error", an_endless_again_is_an_error},
+      Test{"a_file_that_ends_early_is_an_error", a_file_that_ends_early_is_an_error},
+      Test{"less_than_a_sector_is_the_end_for_direct_transfers",
+           less_than_a_sector_is_the_end_for_direct_transfers},
+      Test{"the_first_error_is_kept_and_other_blocks_finish",
+           the_first_error_is_kept_and_other_blocks_finish},
+      Test{"what_a_call_throws_becomes_the_error", what_a_call_throws_becomes_the_error},
+      Test{"errors_of_the_real_kernel_arrive", errors_of_the_real_kernel_arrive},
+      Test{"transfers_complete_one_by_one", transfers_complete_one_by_one},
+      Test{"a_full_queue_is_an_answer", a_full_queue_is_an_answer},
+      Test{"closing_finishes_what_nobody_waits_for", closing_finishes_what_nobody_waits_for},
+      Test{"closing_waits_for_a_call_in_the_kernel", closing_waits_for_a_call_in_the_kernel},
+      Test{"closing_wakes_those_who_wait_for_room", closing_wakes_those_who_wait_for_room},
+      Test{"a_forked_child_may_destroy_but_not_use", a_forked_child_may_destroy_but_not_use},
+      Test{"signals_stay_with_the_caller", signals_stay_with_the_caller},
+      Test{"many_threads_share_one_engine", many_threads_share_one_engine},
+      Test{"wrong_settings_are_refused", wrong_settings_are_refused},
+  };
+  for (const Test& test : tests) {
+    std::printf("%s\n", test.name);
+    std::fflush(stdout);
+    test.run();
+  }
+  return 0;
+}

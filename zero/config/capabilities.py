@@ -1,0 +1,122 @@
+"""What combines with what in this version, as one table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from zero.config.names import OPTIMIZERS, SUPPORTED_OPTIMIZERS
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """What one configuration asks to be combined."""
+
+    stage: str
+    offload_param: str
+    offload_optimizer: str
+    precision: str
+    optimizer: str
+    state_format: str
+    gradients: str
+    """Whether data_types.grad_accum_dtype names the type of the parameters or another."""
+    collectives: str
+    """Whether communication_data_type names the type of the parameters or another."""
+    directories: str
+    """How many directories there are for swap files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Combinations that do not work: every axis named must hold one of the values given."""
+
+    where: dict[str, tuple[str, ...]]
+    key: str
+    """The key to change, by its full path."""
+    why: str
+    instead: str
+
+    def applies(self, combination: Combination) -> bool:
+        """Say whether a combination is one of these."""
+        return all(getattr(combination, axis) in values for axis, values in self.where.items())
+
+
+SAME, OTHER = "type of the parameters", "another type"
+
+AXES: dict[str, tuple[str, ...]] = {
+    "stage": ("0", "1", "2", "3"),
+    "offload_param": ("none", "cpu", "nvme"),
+    "offload_optimizer": ("none", "cpu", "nvme"),
+    "precision": ("model", "fp32", "bf16", "fp16"),
+    "optimizer": ("object", *OPTIMIZERS),
+    "state_format": ("exact", "fp32"),
+    "gradients": (SAME, OTHER),
+    "collectives": (SAME, OTHER),
+    "directories": ("none", "one", "several"),
+}
+"""Every value of every axis; what no row refuses works."""
+
+REFUSALS = (
+    Refusal(
+        {"stage": ("0", "1", "2")},
+        "zero_optimization.stage",
+        "this version trains stage 3, which shards all that the lower stages shard and more",
+        'write "zero_optimization": {"stage": 3}',
+    ),
+    Refusal(
+        {"stage": ("0", "1", "2"), "offload_param": ("cpu", "nvme")},
+        "zero_optimization.offload_param.device",
+        "parameters can rest elsewhere only where they are sharded, in stage 3",
+        'write "stage": 3',
+    ),
+    Refusal(
+        {"stage": ("0", "1", "2"), "offload_optimizer": ("nvme",)},
+        "zero_optimization.offload_optimizer.device",
+        "state is paged to NVMe only in stage 3",
+        'write "stage": 3',
+    ),
+    Refusal(
+        {"precision": ("fp16",)},
+        "fp16.enabled",
+        "fp16 is not in this version",
+        'write "bf16": {"enabled": true}, which needs no loss scale',
+    ),
+    Refusal(
+        {"optimizer": tuple(name for name in OPTIMIZERS if name not in SUPPORTED_OPTIMIZERS)},
+        "optimizer.type",
+        "this version has kernels for AdamW and Adam",
+        'write "AdamW"',
+    ),
+    Refusal(
+        {"gradients": (OTHER,)},
+        "data_types.grad_accum_dtype",
+        "gradients are accumulated in the type of the parameters",
+        "remove it, or name the same type in data_types.param_dtype",
+    ),
+    Refusal(
+        {"collectives": (OTHER,)},
+        "communication_data_type",
+        "collectives use the type of the parameters",
+        "remove it, or name the same type in data_types.param_dtype",
+    ),
+    Refusal(
+        {"directories": ("several",)},
+        "tiers.nvme",
+        "this version keeps swap files in one directory",
+        "name one, of a striped volume where there are several drives",
+    ),
+)
+
+
+def refusals(combination: Combination) -> list[str]:
+    """Return an error for every row that a combination meets; none means that it works."""
+    return [
+        f"{row.key}: {_asked(row, combination)} is not available: {row.why}; {row.instead}"
+        for row in REFUSALS
+        if row.applies(combination)
+    ]
+
+
+def _asked(row: Refusal, combination: Combination) -> str:
+    """Say what was asked for, in the words of the axes that the row names."""
+    order = [field.name for field in fields(combination) if field.name in row.where]
+    return " with ".join(f"{axis} {getattr(combination, axis)}" for axis in order)

@@ -1,0 +1,36 @@
+"""Names of optimizers and schedules, and what this version makes of them."""
+
+from __future__ import annotations
+
+OPTIMIZERS = (
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "Lamb",
+    "Lion",
+    "OneBitAdam",
+    "ZeroOneAdam",
+    "OneBitLamb",
+    "MuAdam",
+    "MuAdamW",
+    "MuSGD",
+    "Muon",
+    "SGD",
+    "Adafactor",
+    "RMSprop",
+    "Adadelta",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "Rprop",
+    "LBFGS",
+    "SparseAdam",
+)
+"""Every optimizer that the field knows by name."""
+
+SUPPORTED_OPTIMIZERS = ("Adam", "AdamW")
+"""Those that this version has a kernel for."""
+
+SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+"""The field's own schedules; any torch.optim.lr_scheduler class is accepted as well."""

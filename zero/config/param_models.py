@@ -1,0 +1,138 @@
+"""Arguments of the optimizers and schedules that are made by name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from zero.config.keys import Auto, Section, key, no_effect, refused
+from zero.config.values import Choice, Integer, Number, Numbers, Rates, Switch
+
+_RATE = Number()
+_BETA = Number(maximum=1.0, below_maximum=True)
+_SWITCH = Annotated[bool, Switch()]
+
+
+class AdamParams(Section):
+    """Arguments of AdamW, and of Adam, which is AdamW here as in the field."""
+
+    lr: Annotated[float, _RATE] = key("learning rate", default=1e-3, auto=Auto.FRAMEWORK)
+    betas: Annotated[tuple[float, ...], Numbers(entry=_BETA, length=2)] = key(
+        "decay of the two moments", default=(0.9, 0.999), auto=Auto.FRAMEWORK
+    )
+    eps: Annotated[float, _RATE] = key("added to the root", default=1e-8, auto=Auto.FRAMEWORK)
+    weight_decay: Annotated[float, _RATE] = key(
+        "decay of the weights", default=0.0, auto=Auto.FRAMEWORK
+    )
+    bias_correction: _SWITCH = key("correct the moments for their start at zero", default=True)
+    adam_w_mode: _SWITCH = key("decay weights apart from the gradient (AdamW)", default=True)
+    torch_adam: _SWITCH = no_effect(
+        "use torch's implementation",
+        default=False,
+        why="there is one implementation, with equal results",
+    )
+    fused: _SWITCH = no_effect("one fused kernel", default=False, why="the kernel is always fused")
+    amsgrad: _SWITCH = refused(
+        "keep the largest second moment",
+        default=False,
+        why="there is no kernel for it",
+        instead="write false",
+    )
+
+
+_WARMUP_STEPS = Integer(minimum=1)
+_WARMUP_TYPE = Choice(words=("log", "linear"))
+_LAST = "step to continue after"
+
+
+class WarmupLRParams(Section):
+    """Arguments of WarmupLR."""
+
+    warmup_min_lr: Annotated[object, Rates()] = key("first rate", default=0.0, auto=Auto.FRAMEWORK)
+    warmup_max_lr: Annotated[object, Rates(nullable=True)] = key(
+        "rate after the warm-up; null is that of the optimizer", default=None, auto=Auto.FRAMEWORK
+    )
+    warmup_num_steps: Annotated[int, _WARMUP_STEPS] = key(
+        "steps of the warm-up", default=1000, auto=Auto.FRAMEWORK
+    )
+    warmup_type: Annotated[str, _WARMUP_TYPE] = key("shape of the warm-up", default="log")
+    last_batch_iteration: Annotated[int, Integer(minimum=-1)] = key(_LAST, default=-1)
+
+
+class WarmupDecayLRParams(WarmupLRParams):
+    """Arguments of WarmupDecayLR."""
+
+    warmup_max_lr: Annotated[object, Rates(nullable=True)] = key(
+        "rate after the warm-up; null is that of the optimizer", default=1e-3, auto=Auto.FRAMEWORK
+    )
+    total_num_steps: Annotated[int, Integer(minimum=1)] = key(
+        "step at which the rate is zero", default=..., auto=Auto.REQUIRED
+    )
+
+
+class WarmupCosineLRParams(Section):
+    """Arguments of WarmupCosineLR."""
+
+    total_num_steps: Annotated[int, Integer(minimum=1)] = key(
+        "step at which the rate is least", default=..., auto=Auto.REQUIRED
+    )
+    warmup_min_ratio: Annotated[float, _RATE] = key("first share of the rate", default=0.0)
+    warmup_num_steps: Annotated[int, _WARMUP_STEPS] = key(
+        "steps of the warm-up", default=1000, auto=Auto.FRAMEWORK
+    )
+    cos_min_ratio: Annotated[float, _RATE] = key("last share of the rate", default=0.0001)
+    warmup_type: Annotated[str, _WARMUP_TYPE] = key("shape of the warm-up", default="log")
+    last_batch_iteration: Annotated[int, Integer(minimum=-1)] = key(_LAST, default=-1)
+
+
+class OneCycleParams(Section):
+    """Arguments of OneCycle."""
+
+    cycle_min_lr: Annotated[object, Rates()] = key("rate at both ends of the cycle", default=...)
+    cycle_max_lr: Annotated[object, Rates()] = key("rate in the middle", default=...)
+    decay_lr_rate: Annotated[float, _RATE] = key("decay of the rate after the cycle", default=0.0)
+    cycle_first_step_size: Annotated[int, Integer(minimum=1)] = key("steps up", default=2000)
+    cycle_second_step_size: Annotated[int | None, Integer(nullable=True)] = key(
+        "steps down; null is as many as up", default=None
+    )
+    cycle_first_stair_count: Annotated[int, Integer()] = key("stairs up; 0 is a ramp", default=0)
+    cycle_second_stair_count: Annotated[int | None, Integer(nullable=True)] = key(
+        "stairs down; null is as many as up", default=None
+    )
+    decay_step_size: Annotated[int, Integer()] = key("steps of one decay; 0 is none", default=0)
+    cycle_momentum: _SWITCH = key("move the momentum against the rate", default=True)
+    cycle_min_mom: Annotated[float, _BETA] = key("momentum in the middle", default=0.8)
+    cycle_max_mom: Annotated[float, _BETA] = key("momentum at both ends", default=0.9)
+    decay_mom_rate: Annotated[float, _RATE] = key(
+        "growth of the momentum after the cycle", default=0.0
+    )
+    last_batch_iteration: Annotated[int, Integer(minimum=-1)] = key(_LAST, default=-1)
+
+
+class LRRangeTestParams(Section):
+    """Arguments of LRRangeTest."""
+
+    lr_range_test_min_lr: Annotated[object, Rates()] = key("first rate", default=1e-3)
+    lr_range_test_step_size: Annotated[int, Integer(minimum=1)] = key(
+        "steps of one rise", default=2000
+    )
+    lr_range_test_step_rate: Annotated[float, _RATE] = key("share added by one rise", default=1.0)
+    lr_range_test_staircase: _SWITCH = key("rise at once, not evenly", default=False)
+    last_batch_iteration: Annotated[int, Integer(minimum=-1)] = key(_LAST, default=-1)
+
+
+SCHEDULE_PARAMS: dict[str, type[Section]] = {
+    "WarmupLR": WarmupLRParams,
+    "WarmupDecayLR": WarmupDecayLRParams,
+    "WarmupCosineLR": WarmupCosineLRParams,
+    "OneCycle": OneCycleParams,
+    "LRRangeTest": LRRangeTestParams,
+}
+
+
+def params_section(owner: str, type_name: object) -> type[Section] | None:
+    """Return the model of the arguments of an optimizer or scheduler, None if it is not ours."""
+    if not isinstance(type_name, str):
+        return None
+    if owner == "scheduler":
+        return SCHEDULE_PARAMS.get(type_name)
+    return AdamParams if type_name.lower() in {"adam", "adamw"} else None

@@ -1,0 +1,201 @@
+"""Whether a directory can hold swap files: found out before anything is loaded or allocated."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero.errors import ConfigError
+
+_NETWORK = frozenset(
+    {
+        "9p",
+        "afs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "coda",
+        "fuse.ceph",
+        "fuse.gcsfuse",
+        "fuse.glusterfs",
+        "fuse.juicefs",
+        "fuse.mountpoint-s3",
+        "fuse.rclone",
+        "fuse.s3fs",
+        "fuse.sshfs",
+        "gfs2",
+        "glusterfs",
+        "gpfs",
+        "lustre",
+        "ncpfs",
+        "nfs",
+        "nfs4",
+        "ocfs2",
+        "panfs",
+        "prl_fs",
+        "pvfs2",
+        "smb3",
+        "smbfs",
+        "vboxsf",
+        "virtiofs",
+        "wekafs",
+    }
+)
+_MEMORY = frozenset({"ramfs", "tmpfs"})
+_STACKED = frozenset({"aufs", "fuse.fuse-overlayfs", "overlay"})
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_O_TMPFILE = getattr(os, "O_TMPFILE", 0)
+
+
+class PreflightWarning(UserWarning):
+    """A directory that works for swap files, but not as a drive does."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightReport:
+    """What was found out about a directory for swap files."""
+
+    path: Path
+    file_system: str
+    """Type of the file system, "unknown" where the kernel does not tell."""
+    device: str
+    free_bytes: int
+    direct: bool
+    """Whether the file system takes direct transfers (O_DIRECT)."""
+
+
+def preflight(
+    path: str | os.PathLike[str], needed_bytes: int, *, allow_any_file_system: bool = False
+) -> PreflightReport:
+    """Check a directory for swap files and report on it.
+
+    Free bytes are looked at only for an early word: the space is reserved when the file is made.
+
+    Args:
+        path: Directory of the swap files.
+        needed_bytes: What the plan will write there.
+        allow_any_file_system: Accept a network file system, and do not warn of memory.
+
+    Raises:
+        ConfigError: The directory is on a network file system.
+        OSError: It does not exist, is no directory, cannot be written, or is too full.
+    """
+    directory = Path(path)
+    _check_directory(directory)
+    file_system, device = _mount_of(directory)
+    if not allow_any_file_system:
+        _check_file_system(directory, file_system)
+    direct = _probe(directory)
+    free_bytes = _free_bytes(directory)
+    if needed_bytes > free_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"nvme_path {directory}: the plan needs {needed_bytes} bytes, {free_bytes} are free; "
+            "free some space, name another directory, or raise tiers.host_memory",
+        )
+    return PreflightReport(directory, file_system, device, free_bytes, direct)
+
+
+def _check_directory(directory: Path) -> None:
+    try:
+        mode = directory.stat().st_mode
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"nvme_path {directory} does not exist (working directory {Path.cwd()}); make it with "
+            f"`mkdir -p {directory}`, or name another",
+        ) from None
+    except OSError as error:
+        raise OSError(
+            error.errno, f"nvme_path {directory}: {error.strerror}; name a directory you can reach"
+        ) from None
+    if not stat.S_ISDIR(mode):
+        raise NotADirectoryError(
+            errno.ENOTDIR, f"nvme_path {directory} is not a directory; name the one it lies in"
+        )
+
+
+def _check_file_system(directory: Path, file_system: str) -> None:
+    if file_system in _NETWORK:
+        raise ConfigError(
+            f"nvme_path {directory} lies on {file_system}, a network file system; name a directory "
+            "on a local drive, or allow it with "
+            f'"tiers": {{"nvme": [{{"path": "{directory}", "allow_any_file_system": true}}]}}'
+        )
+    if file_system in _MEMORY:
+        warnings.warn(
+            f"nvme_path {directory} lies on {file_system}, which is memory: swap files there save "
+            "none; name a directory on a drive",
+            PreflightWarning,
+            stacklevel=3,
+        )
+    if file_system in _STACKED:
+        warnings.warn(
+            f"nvme_path {directory} lies on {file_system}, a container's layered file system, and "
+            "may be slow; mount a drive into the container and name it",
+            PreflightWarning,
+            stacklevel=3,
+        )
+
+
+def _probe(directory: Path) -> bool:
+    """Make a nameless file as the engine will; return whether direct transfers are taken."""
+    try:
+        os.close(_open_nameless(directory, _O_DIRECT))
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR}:
+            raise _unwritable(directory, error) from None
+    else:
+        return bool(_O_DIRECT)
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise _unwritable(directory, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+    return False
+
+
+def _open_nameless(directory: Path, flags: int) -> int:
+    if not _O_TMPFILE:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    return os.open(directory, os.O_RDWR | _O_TMPFILE | flags, 0o600)
+
+
+def _unwritable(directory: Path, error: OSError) -> OSError:
+    return type(error)(
+        error.errno,
+        f"nvme_path {directory} cannot be written: {error.strerror}; give user {os.geteuid()} the "
+        "right to write there, or name another directory",
+    )
+
+
+def _free_bytes(directory: Path) -> int:
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+def _mount_of(directory: Path) -> tuple[str, str]:
+    """Return type and device of the file system that a directory lies on."""
+    try:
+        text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+        where = str(directory.resolve())
+    except OSError:
+        return "unknown", "unknown"
+    return find_mount(text, where)
+
+
+def find_mount(mountinfo: str, where: str) -> tuple[str, str]:
+    """Return type and device of the mount that holds an absolute path, by the kernel's table."""
+    best, found = -1, ("unknown", "unknown")
+    for line in mountinfo.splitlines():
+        head, separator, tail = line.partition(" - ")
+        fields, details = head.split(" "), tail.split(" ")
+        if not separator or len(fields) < 5 or len(details) < 2:
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
+        inside = where == point or where.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= best:  # of equal ones the later mount covers the earlier
+            best, found = len(point), (details[0], details[1])
+    return found
