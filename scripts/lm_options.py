@@ -152,19 +152,28 @@ def override(settings: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
     return changed
 
 
-def prepare_swap_folder(settings: dict[str, Any]) -> None:
+def prepare_swap_folders(settings: dict[str, Any]) -> None:
     """Put the default swap folder into the repository, and make it; any other must exist."""
-    folder = SCRIPTS.parent / DEFAULT_SWAP
     for place, key in _nvme_places(settings):
-        if place.get(key) == DEFAULT_SWAP:
-            try:
-                folder.mkdir(exist_ok=True)
-            except OSError as error:
-                raise UsageError(
-                    f"cannot make the swap folder {folder}: {error.strerror}; "
-                    "name another with --nvme-path"
-                ) from error
-            place[key] = str(folder)
+        name = place.get(key)
+        if name == DEFAULT_SWAP:
+            place[key] = str(_make_default_swap())
+        elif isinstance(name, str) and not Path(name).is_dir():
+            raise UsageError(
+                f"the swap folder {name} is not an existing folder; make it, or name another with "
+                "--nvme-path"
+            )
+
+
+def _make_default_swap() -> Path:
+    folder = SCRIPTS.parent / DEFAULT_SWAP
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"cannot make the swap folder {folder}: {error.strerror}; name another with --nvme-path"
+        ) from error
+    return folder
 
 
 def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:

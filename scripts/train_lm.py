@@ -31,7 +31,7 @@ from lm_options import (
     check_writable,
     override,
     parse_arguments,
-    prepare_swap_folder,
+    prepare_swap_folders,
     read_settings,
 )
 from lm_text import Text, TextError, load_text
@@ -128,7 +128,7 @@ def start_engine(job: Job) -> Any:
     with _as_usage_error(RuntimeError, hint="choose a smaller --hidden or --sequence"):
         skeleton = build_model(job.shape, on_meta=True)
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-    prepare_swap_folder(job.settings)
+    prepare_swap_folders(job.settings)
     with _as_usage_error(*unusable):
         plan = zero.plan_memory(skeleton, job.settings, WORLD_SIZE)
     job.console.print(

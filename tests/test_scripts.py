@@ -68,10 +68,10 @@ def assert_refused(outcome: Outcome, *reasons: str) -> None:
         assert reason in err
 
 
-def tiny_config(folder: Path, swap: Path, **changes: Any) -> Path:
-    """Write the demo's configuration with sub-groups that suit a tiny model."""
+def tiny_config(folder: Path, swap: Path, *, sub_group_size: int = 16384, **changes: Any) -> Path:
+    """Write the demo's configuration with sub-groups that suit another model."""
     settings = json.loads((SCRIPTS / "configs" / "zero3_nvme.json").read_text())
-    settings["zero_optimization"]["sub_group_size"] = 16384
+    settings["zero_optimization"]["sub_group_size"] = sub_group_size
     for name in ("offload_param", "offload_optimizer"):
         settings["zero_optimization"][name]["nvme_path"] = str(swap)
     path = folder / "config.json"
@@ -128,7 +128,8 @@ def test_an_unusable_swap_folder_is_one_line(
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
     place = place.format(tmp=tmp_path)
-    assert_refused(run_here([*TINY, "--text", LICENSE, "--nvme-path", place]), place)
+    arguments = [*TINY, *BUDGET, "--text", LICENSE, "--nvme-path", place]
+    assert_refused(run_here(arguments), place)
 
 
 def test_an_unknown_key_is_one_line(
@@ -141,11 +142,12 @@ def test_an_unknown_key_is_one_line(
 def test_a_disk_too_small_for_the_plan_is_one_line(
     tmp_path: Path, run_here: Callable[[list[str]], Outcome]
 ) -> None:
-    # 800 G parameters, on meta: more than 10 TB of state, which is planned and not tried.
-    size = ["--hidden", "8192", "--layers", "1000", "--host-memory", "64GB", "--meta"]
-    outcome = run_here([*size, "--text", LICENSE, "--nvme-path", str(tmp_path)])
-    assert_refused(outcome)
-    assert list(tmp_path.iterdir()) == []
+    # 640 G parameters on meta: some 10 TB of state, which is planned and not tried.
+    config = tiny_config(tmp_path, tmp_path, sub_group_size=2**30)
+    size = ["--hidden", "16384", "--layers", "200", "--host-memory", "64GB", "--meta"]
+    outcome = run_here([*size, "--text", LICENSE, "--config", str(config)])
+    assert_refused(outcome, str(tmp_path), "are free")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 # It runs.
@@ -276,12 +278,12 @@ def test_only_the_default_swap_folder_is_made(
 
     monkeypatch.setattr(lm_options, "SCRIPTS", tmp_path / "scripts")
     section = {"device": "nvme", "nvme_path": ".swap"}
-    other = {"device": "nvme", "nvme_path": "elsewhere"}
-    train_lm.prepare_swap_folder(
-        {"zero_optimization": {"offload_param": section, "offload_optimizer": other}}
-    )
+    settings = {"zero_optimization": {"offload_param": section, "offload_optimizer": None}}
+    train_lm.prepare_swap_folders(settings)
     assert section["nvme_path"] == str(tmp_path / ".swap")
-    assert other["nvme_path"] == "elsewhere"
+    section["nvme_path"] = str(tmp_path / "elsewhere")
+    with pytest.raises(train_lm.UsageError, match="elsewhere is not an existing folder"):
+        train_lm.prepare_swap_folders(settings)
     assert [path.name for path in tmp_path.iterdir()] == [".swap"]
 
 

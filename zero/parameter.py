@@ -158,7 +158,7 @@ class ShardedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise _refusal(self, "pickling")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         reference = getattr(self, REFERENCE_ATTRIBUTE, None)
         name = reference.name if reference is not None else "?"
         return (

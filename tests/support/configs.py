@@ -27,7 +27,7 @@ def make_config(
     stage: dict[str, Any] = {"stage": 3, "sub_group_size": sub_group_size}
     for key, device in (("offload_param", parameters), ("offload_optimizer", optimizer)):
         if device != "none":
-            stage[key] = {"device": device, "pin_memory": False}
+            stage[key] = {"device": device}
             if device == "nvme":
                 stage[key]["nvme_path"] = nvme_path
     return {

@@ -70,7 +70,7 @@ def _sources(given: dict[str, int | None], world_size: int) -> str:
         f"{name} = {'missing' if value is None else f'{value} (written)'}"
         for name, value in given.items()
     ]
-    return ", ".join([*parts, f"world size = {world_size} (from the process group)"])
+    return ", ".join([*parts, f"world size = {world_size} (the number of ranks)"])
 
 
 def _mismatch(
@@ -85,13 +85,13 @@ def _mismatch(
     micro, steps = max(1, micro), max(1, steps)
     right = micro * steps * world_size
     other = max(1, round(total / (micro * world_size)))
-    second = (
-        f"{STEPS} to {other}"
-        if micro * other * world_size == total
-        else f"remove {TOTAL}, which is then derived"
-    )
-    verb = "set " if second.startswith(STEPS) else ""
+    if micro * other * world_size == total:
+        second = f"set {STEPS} to {other}"
+    elif given[MICRO] is None:
+        second = f"remove {TOTAL} and write {MICRO}"
+    else:
+        second = f"remove {TOTAL}, which is then derived"
     return ConfigError(
         f"{TOTAL} must equal {MICRO} x {STEPS} x world size, but {', '.join(parts)} and world size "
-        f"= {world_size} (from the process group); set {TOTAL} to {right}, or {verb}{second}"
+        f"= {world_size} (the number of ranks); set {TOTAL} to {right}, or {second}"
     )

@@ -12,7 +12,7 @@ from zero.config.autos import UNRESOLVED
 from zero.config.batch import BatchTriple, resolve_batch
 from zero.config.capabilities import OTHER, SAME, Combination, refusals
 from zero.config.models import DataTypes, Document, Tiers
-from zero.config.param_models import AdamParams
+from zero.config.param_models import AdamParams, params_section
 from zero.config.zero_models import OffloadOptimizer, OffloadParam, ZeroOptimization
 from zero.errors import ConfigError
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
@@ -122,9 +122,7 @@ class ZeroConfig(Document):
             if aio is None
             else AioSettings(aio.engine, aio.block_size, aio.queue_depth, aio.intra_op_parallelism),
             optimizer=self._optimizer_factory(),
-            scheduler=None
-            if self.scheduler is None
-            else NamedFactory(self.scheduler.type, dict(self.scheduler.params)),
+            scheduler=self._scheduler_factory(),
             drop_last_batch=self.dataloader_drop_last,
         )
 
@@ -159,6 +157,17 @@ class ZeroConfig(Document):
             state_format=StateFormat(tiers.state_format),
         )
 
+    def _scheduler_factory(self) -> NamedFactory | None:
+        """Return the schedule with the arguments that were written."""
+        if self.scheduler is None:
+            return None
+        name, params = self.scheduler.type, self.scheduler.params
+        section = params_section("scheduler", name)
+        if section is None:
+            return NamedFactory(name, dict(params))
+        filled = section.model_validate(params)
+        return NamedFactory(name, {key: getattr(filled, key) for key in filled.model_fields_set})
+
     def loss_scaler(self) -> StaticLossScaler | DynamicLossScaler:
         """Return a fresh loss scaler as the `fp16` section asks; a scale of 1 where it is off."""
         fp16 = self.fp16
@@ -190,7 +199,11 @@ class ZeroConfig(Document):
         )
 
 
-_ELEMENTS = {"bf16": ElementType.BF16, "fp32": ElementType.FP32, "model": None}
+_ELEMENTS: dict[str, ElementType | None] = {
+    "bf16": ElementType.BF16,
+    "fp32": ElementType.FP32,
+    "model": None,
+}
 
 
 def _offload(section: OffloadParam | OffloadOptimizer | None) -> OffloadSettings:

@@ -64,7 +64,7 @@ def refused(
 ) -> Any:
     """Declare a key of which only the default (and `accepts`) is accepted."""
     return _declare(
-        default, meaning, Standing.REFUSED, why=why, instead=instead, accepts=list(accepts)
+        meaning, default, Standing.REFUSED, why=why, instead=instead, accepts=list(accepts)
     )
 
 

@@ -146,8 +146,13 @@ def _idle(section: Section, prefix: str, origins: Mapping[str, str]) -> list[str
         and facts.section is None
         and written
         and origins.get(facts.path, WRITTEN) == WRITTEN
-        and not (value in {None, False, ()} and value == facts.default)
+        and not (_is_nothing(value) and value == facts.default)
     ]
+
+
+def _is_nothing(value: object) -> bool:
+    """Say whether a value merely states that something is off."""
+    return value is None or value is False or value == ()
 
 
 def _plain_value(value: object) -> object:

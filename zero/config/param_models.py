@@ -24,7 +24,12 @@ class AdamParams(Section):
         "decay of the weights", default=0.0, auto=Auto.FRAMEWORK
     )
     bias_correction: _SWITCH = key("correct the moments for their start at zero", default=True)
-    adam_w_mode: _SWITCH = key("decay weights apart from the gradient (AdamW)", default=True)
+    adam_w_mode: _SWITCH = refused(
+        "decay weights apart from the gradient (AdamW)",
+        default=True,
+        why="this version has no kernel that adds the decay to the gradient",
+        instead="write true, which is AdamW",
+    )
     torch_adam: _SWITCH = no_effect(
         "use torch's implementation",
         default=False,

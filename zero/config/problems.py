@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zero.config.aliases import ALIASES, OLD_OFFLOAD, PIN_MEMORY
+from zero.config.aliases import ALIASES, OLD_OFFLOAD
 from zero.config.keys import Section, facts_of, walk
 from zero.config.models import Document
-from zero.config.values import guess, shown
+from zero.config.values import closest, shown
 
 _HINTS = {
     "optimizer.params.max_grad_norm": 'write "gradient_clipping" at the top level',
@@ -72,19 +72,20 @@ def _unknown_key(
     fix = (
         _HINTS.get(path)
         or (_HINTS.get(name) if "enabled" in known else None)
-        or guess(name, known + _old_names(parent))
+        or _guess(name, known, parent)
         or _elsewhere(name)
         or _list_of_keys(known)
     )
     return f"{shown_path}: unknown key with the value {shown(value)}; {fix}"
 
 
-def _old_names(parent: str) -> list[str]:
-    """Return the old spellings that a section accepts."""
-    names = [alias.old for alias in ALIASES if alias.section == parent]
+def _guess(name: str, known: list[str], parent: str) -> str | None:
+    """Return the key that was meant, by its new spelling also where an old one is close."""
+    old = {alias.old: alias.new for alias in ALIASES if alias.section == parent}
     if parent == "zero_optimization":
-        names += [*OLD_OFFLOAD, PIN_MEMORY]
-    return names
+        old |= OLD_OFFLOAD
+    found = closest(name, [*known, *old])
+    return None if found is None else f'did you mean "{old.get(found, found)}"?'
 
 
 def _elsewhere(name: str) -> str | None:

@@ -6,11 +6,12 @@ text of every error is ours and names the value and the fix.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import numbers
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -477,10 +478,14 @@ def alternatives(words: tuple[str, ...]) -> str:
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
 
 
-def guess(value: object, known: tuple[str, ...] | list[str]) -> str | None:
-    """Return "did you mean ...?" if one of the known words is close."""
-    import difflib
-
+def closest(value: object, known: Sequence[str]) -> str | None:
+    """Return the known word that is close to a value, if any is."""
     by_lower_case = {word.lower(): word for word in reversed(known)}
     close = difflib.get_close_matches(str(value).lower()[:200], list(by_lower_case), n=1)
-    return f"did you mean {json.dumps(by_lower_case[close[0]])}?" if close else None
+    return by_lower_case[close[0]] if close else None
+
+
+def guess(value: object, known: Sequence[str]) -> str | None:
+    """Return "did you mean ...?" if one of the known words is close."""
+    found = closest(value, known)
+    return None if found is None else f"did you mean {json.dumps(found)}?"
