@@ -54,6 +54,7 @@ class ZeroEngine(nn.Module):
         self._updates = 0
         self._micro_batches = 0
         self._forward_pending = False
+        self._window_saw_forward = False
         self._grad_norm: float | None = None
         self._destroyed = False
         self._owns_group = owns_group
@@ -62,6 +63,7 @@ class ZeroEngine(nn.Module):
         if optimizer is not None:
             optimizer.attach(self.step, self._restart_window)
         self._finalizer = weakref.finalize(self, runtime.store.close)
+        self._forward_hook = module.register_forward_pre_hook(self._note_forward)
 
     @property
     def ledger(self) -> Ledger:
@@ -71,8 +73,6 @@ class ZeroEngine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
         self._require_alive()
-        if torch.is_grad_enabled():
-            self._forward_pending = True
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -95,7 +95,8 @@ class ZeroEngine(nn.Module):
     def step(self) -> None:
         """Update the parameters if the accumulation window is complete.
 
-        A gradient norm that is not finite skips the update and counts in `skipped_steps`.
+        A parameter without a gradient is updated as if its gradient were zero. A gradient norm
+        that is not finite skips the update and counts in `skipped_steps`.
 
         Raises:
             PageError: if a transfer failed; the engine then refuses to go on.
@@ -165,6 +166,7 @@ class ZeroEngine(nn.Module):
             return
         self._destroyed = True
         self._runtime.scheduler.remove()
+        self._forward_hook.remove()
         self._finalizer()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -185,7 +187,9 @@ class ZeroEngine(nn.Module):
         scalars = optimizer.scalars(self._updates + 1, scale)
         segments = self._runtime.segments
         for segment in segments:
-            if segment.is_in_place and segment.changed():
+            segment.check_trainability()
+            if segment.is_in_place and segment.changed():  # [Note: whoever writes a parameter ...]
+                segment.collect_strays()
                 masters = segment.flat.float().clone().numpy()
                 self._runtime.store.write_parameters(segment.index, masters)
         update(self._runtime.store, scalars, lambda index: segments[index].forget_values())
@@ -194,16 +198,24 @@ class ZeroEngine(nn.Module):
         self._updates += 1
 
     def _count_micro_batch(self) -> None:
-        """Count a backward that ended; a second one of the same forward is the same micro-batch."""
-        if self._forward_pending or not self._micro_batches:
+        """Count a backward that ended; a second one of the same forward is the same micro-batch.
+
+        A window in which the model as a whole never ran (only parts of it) counts every backward.
+        """
+        if self._forward_pending or not self._window_saw_forward or not self._micro_batches:
             self._micro_batches += 1
         self._forward_pending = False
+
+    def _note_forward(self, _module: nn.Module, _args: Any) -> None:
+        """Remember that a micro-batch is under way."""
+        if torch.is_grad_enabled():
+            self._forward_pending = self._window_saw_forward = True
 
     def _restart_window(self) -> None:
         """Begin a new accumulation window with no gradients."""
         self._runtime.store.drop_gradients()
         self._micro_batches = 0
-        self._forward_pending = False
+        self._forward_pending = self._window_saw_forward = False
 
     def _require_alive(self) -> None:
         if self._destroyed:

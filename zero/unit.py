@@ -121,6 +121,22 @@ class Segment:
             if member.parameter._version != version or self._has_strayed(member)
         ]
 
+    def check_trainability(self) -> None:
+        """Refuse a parameter that was unfrozen after the optimizer was made.
+
+        Raises:
+            RuntimeError: naming the parameter.
+        """
+        if self.spec.trainable:
+            return
+        for member in self.members:
+            if member.parameter.requires_grad and not member.is_trainable_at_start:
+                raise RuntimeError(
+                    f"parameter {member.name} was frozen when the engine was made and requires a"
+                    " gradient now; it has no optimizer state: make it trainable before"
+                    " zero.initialize, and freeze it afterwards"
+                )
+
     def collect_strays(self) -> None:
         """Copy the values of parameters that were moved off the flat buffer back into it.
 

@@ -27,6 +27,8 @@ class ManagedParameter:
     element: ElementType
     param_group: int
     """Index of its parameter group, or -1 if no optimizer updates it."""
+    is_trainable_at_start: bool = True
+    """Whether it required a gradient when the engine was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,11 @@ def form_units(
     for order, (name, parameter) in enumerate(model.named_parameters()):
         if not parameter.is_floating_point():
             continue  # quantised weights stay as they are, resident
+        if parameter.device.type not in ("cpu", "meta"):
+            raise ConfigError(
+                f"parameter {name} is on {parameter.device}; this version trains on the CPU: move"
+                " the model there, or build it on meta"
+            )
         units = owners[id(parameter)]
         members[units.copy().pop() if len(units) == 1 else 0].append(
             ManagedParameter(
@@ -99,6 +106,7 @@ def form_units(
                 order,
                 element or _element_of(name, parameter),
                 group_of.get(id(parameter), -1) if parameter.requires_grad else -1,
+                parameter.requires_grad,
             )
         )
     named = [(ROOT_NAME, model), *blocks]

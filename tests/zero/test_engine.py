@@ -350,3 +350,65 @@ def test_no_launcher_and_no_environment_is_world_size_one() -> None:
     assert (engine.world_size, engine.global_rank) == (1, 0)
     assert not torch.distributed.is_initialized()
     engine.destroy()
+
+
+def test_parts_of_the_model_that_are_called_alone_count_as_micro_batches() -> None:
+    engine, _, _, _ = zero.initialize(
+        model=make_model(), config=make_config(host_memory=MEMORY, accumulation=2)
+    )
+    for _ in range(2):
+        engine.module.blocks[0](torch.randn(1, 4, 16)).square().mean().backward()
+        engine.step()
+    assert engine.global_steps == 1
+    engine.destroy()
+
+
+def test_unfreezing_later_is_refused_by_name() -> None:
+    model = make_model()
+    model.norm.weight.requires_grad_(requires_grad=False)
+    engine, _, _, _ = zero.initialize(model=model, config=make_config(host_memory=MEMORY))
+    model.norm.weight.requires_grad_(requires_grad=True)
+    engine.backward(engine(*make_batch(0)))
+    with pytest.raises(RuntimeError, match=r"norm\.weight was frozen when"):
+        engine.step()
+    engine.destroy()
+
+
+def test_writes_between_steps_are_trained_from_wherever_the_state_rests() -> None:
+    """A plain write to a parameter that rests in place resets its low bits too."""
+    results = []
+    for rounded in (False, True):
+        engine, _, _, _ = zero.initialize(
+            model=make_model(), config=make_config(host_memory=MEMORY, dtype="bf16")
+        )
+        weight = engine.module.blocks[0].up.weight
+        engine.backward(engine(*make_batch(0)))
+        engine.step()
+        if rounded:
+            with zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+                weight.fill_(0.125)
+        else:
+            with torch.no_grad():
+                weight.fill_(0.125)
+        engine.backward(engine(*make_batch(1)))
+        engine.step()
+        engine.backward(engine(*make_batch(2)))
+        engine.step()
+        results.append(full_parameters(engine)["blocks.0.up.weight"])
+        engine.destroy()
+    assert np.array_equal(*results)
+
+
+def test_a_model_of_another_type_or_device_is_refused() -> None:
+    with pytest.raises(zero.ConfigError, match=r"float64.*float32 and bfloat16"):
+        zero.initialize(model=make_model().double(), config=make_config(host_memory=MEMORY))
+    with pytest.raises(zero.ConfigError, match="no trainable parameter"):
+        zero.initialize(model=nn.ReLU(), config=make_config(host_memory=MEMORY))
+
+
+def test_a_model_without_parameters_runs_forward() -> None:
+    config = make_config(host_memory=MEMORY)
+    del config["optimizer"]
+    engine, _, _, _ = zero.initialize(model=nn.ReLU(), config=config)
+    assert engine(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
+    engine.destroy()
