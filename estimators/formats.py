@@ -17,6 +17,7 @@ class ElementType(enum.Enum):
 
     FP32 = "fp32"
     BF16 = "bf16"
+    FP16 = "fp16"
     INT16 = "int16"
 
     @property
@@ -25,7 +26,7 @@ class ElementType(enum.Enum):
         match self:
             case ElementType.FP32:
                 return 4
-            case ElementType.BF16 | ElementType.INT16:
+            case ElementType.BF16 | ElementType.FP16 | ElementType.INT16:
                 return 2
             case _:
                 assert_never(self)
@@ -72,13 +73,19 @@ class RecordLayout:
 def record_fields(
     state_format: StateFormat, parameter: ElementType
 ) -> tuple[tuple[StateField, ElementType], ...]:
-    """Return the fields stored beside a parameter; an fp32 parameter is its own master."""
+    """Return the fields stored beside a parameter.
+
+    An fp32 parameter is its own master; an fp16 one does not hold the exponent of its master, so it
+    keeps a whole one in every format.
+    """
     moments = (
         (StateField.EXP_AVG, ElementType.FP32),
         (StateField.EXP_AVG_SQ, ElementType.FP32),
     )
     if parameter is ElementType.FP32:
         return moments
+    if parameter is ElementType.FP16:
+        return ((StateField.MASTER, ElementType.FP32), *moments)
     match state_format:
         case StateFormat.FP32:
             return ((StateField.MASTER, ElementType.FP32), *moments)

@@ -101,10 +101,9 @@ def section_bytes(
     request: PlacementRequest, segment: SegmentSpec, numel: int
 ) -> dict[Section, int]:
     """Return the bytes of each section of a sub-group of `numel` elements, unpadded."""
-    element_bytes = segment.element.size_bytes
-    sizes = {Section.PARAMETER: numel * element_bytes}
+    sizes = {Section.PARAMETER: numel * segment.element.size_bytes}
     if segment.trainable and request.trains:
-        sizes[Section.GRADIENT] = numel * element_bytes
+        sizes[Section.GRADIENT] = numel * segment.gradient.size_bytes
         layout = record_layout(request.state_format, segment.element, numel)
         sizes[Section.STATE] = layout.size_bytes
     return dict(sorted(sizes.items()))

@@ -28,12 +28,19 @@ class SegmentSpec:
     element: ElementType
     trainable: bool
     param_group: int
+    gradient_element: ElementType | None = None
+    """Type that gradients accumulate in; None is the parameters' own."""
 
     @property
     def name(self) -> str:
         """Name for people: unit, type and group."""
         kind = "trainable" if self.trainable else "frozen"
         return f"{self.unit}[{self.element.value}, {kind}, group {self.param_group}]"
+
+    @property
+    def gradient(self) -> ElementType:
+        """Type that gradients accumulate in."""
+        return self.gradient_element or self.element
 
     def layout(self, world_size: int) -> FlatLayout:
         """Return the flat layout of the segment over `world_size` ranks."""

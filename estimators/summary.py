@@ -139,7 +139,7 @@ class MemoryPlan:
         world_size = self.request.world_size
         return self._window_bytes(
             [
-                segment.layout(world_size).padded_numel * segment.element.size_bytes
+                segment.layout(world_size).padded_numel * segment.gradient.size_bytes
                 if segment.trainable and self.request.trains
                 else 0
                 for segment in self.request.segments

@@ -19,6 +19,8 @@ def numpy_dtype(element: ElementType) -> np.dtype[Any]:
             return np.dtype(np.float32)
         case ElementType.BF16:
             return np.dtype(np.uint16)
+        case ElementType.FP16:
+            return np.dtype(np.float16)
         case ElementType.INT16:
             return np.dtype(np.int16)
         case _:
@@ -32,6 +34,8 @@ def torch_dtype(element: ElementType) -> torch.dtype:
             return torch.float32
         case ElementType.BF16:
             return torch.bfloat16
+        case ElementType.FP16:
+            return torch.float16
         case ElementType.INT16:
             return torch.int16
         case _:

@@ -95,7 +95,7 @@ class Pager:
             return True
         if any(slot.extent is extent for slot in self._slots):
             return False  # being written or lent out
-        if sum(map(self._is_read_ahead, self._slots)) >= len(self._slots) - 1:
+        if sum(slot.is_read_ahead for slot in self._slots) >= len(self._slots) - 1:
             return False  # one slot is kept for demand
         slot = next((slot for slot in self._slots if slot.state is SlotState.FREE), None)
         if slot is None:
@@ -145,7 +145,7 @@ class Pager:
             while self._write_order:
                 self._finish_write(self._write_order[0])
         for slot in self._slots:
-            if self._is_read_ahead(slot):
+            if slot.is_read_ahead:
                 self._evict(slot)
 
     def fail(self, reason: str) -> None:
@@ -171,12 +171,9 @@ class Pager:
             raise RuntimeError(f"slot {slot.index} is not lent out (state {slot.state})")
         return slot.extent
 
-    def _is_read_ahead(self, slot: Slot) -> bool:
-        return slot.state in (SlotState.PAGING_IN, SlotState.RESIDENT) and not slot.is_leased
-
     def _find_read_ahead(self, extent: Extent) -> Slot | None:
         for slot in self._slots:
-            if slot.extent is extent and self._is_read_ahead(slot):
+            if slot.extent is extent and slot.is_read_ahead:
                 return slot
         return None
 
@@ -192,7 +189,7 @@ class Pager:
                 self._finish_write(slot)
                 return slot
             for slot in self._slots:
-                if self._is_read_ahead(slot):
+                if slot.is_read_ahead:
                     self._evict(slot)
                     return slot
         raise RuntimeError(

@@ -44,6 +44,11 @@ class Slot:
             raise RuntimeError(f"slot {self.index}: cannot go from {self.state} to {state}")
         self.state = state
 
+    @property
+    def is_read_ahead(self) -> bool:
+        """Whether the slot was read, or is being read, for somebody who has not come yet."""
+        return self.state in (SlotState.PAGING_IN, SlotState.RESIDENT) and not self.is_leased
+
     def clear(self) -> None:
         """Forget what the slot held."""
         self.move_to(SlotState.FREE)

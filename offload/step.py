@@ -97,7 +97,7 @@ def _update_group(
         update_sub_group(
             store.kernels,
             array_at(store.section_span(group, Section.PARAMETER, slot), spec.element, group.numel),
-            array_at(gradient, spec.element, group.numel),
+            array_at(gradient, spec.gradient, group.numel),
             state_arrays(store.plan, spec, group, store.section_span(group, Section.STATE, slot)),
             scalars[spec.param_group],
         )

@@ -99,7 +99,7 @@ class Store:
                 if not self.read_ahead(ahead, _PARAMETER):
                     break
             slot = self._require_pager().page_in(_extent(group), _PARAMETER)
-            start, size = self._byte_range(group)
+            start, size = self._byte_range(group, Section.PARAMETER)
             copy_bytes(slot.section(Section.PARAMETER), target.sub(start, size), size)
             self._require_pager().release(slot)
 
@@ -125,6 +125,9 @@ class Store:
             values = masters[group.start : group.stop]
             if spec.element is ElementType.FP32:
                 self._write_group(group, values.view(np.uint8), None)
+                continue
+            if spec.element is ElementType.FP16:
+                self._write_fp16_group(group, values)
                 continue
             bits = np.empty(group.numel, np.uint16)
             residual = np.empty(group.numel, np.int16)
@@ -161,7 +164,7 @@ class Store:
         resident = self._gradients.get(segment)
         if resident is not None:
             if accumulate:
-                _add(spec.element, resident, shard)
+                _add(spec.gradient, resident, shard)
             copy_bytes(shard, resident, resident.size_bytes)
         else:
             for group in self.plan.by_segment[segment]:
@@ -183,7 +186,7 @@ class Store:
             return
         for group in self.plan.by_segment[segment]:
             slot = self._require_pager().page_in(_extent(group), _GRADIENT)
-            start, size = self._byte_range(group)
+            start, size = self._byte_range(group, Section.GRADIENT)
             copy_bytes(slot.section(Section.GRADIENT), target.sub(start, size), size)
             self._require_pager().release(slot)
 
@@ -204,7 +207,7 @@ class Store:
             return slot.section(section)
         if section is Section.STATE:
             return self._states[group.index]
-        start, size = self._byte_range(group)
+        start, size = self._byte_range(group, section)
         resident = self._parameters if section is Section.PARAMETER else self._gradients
         return resident[group.segment].sub(start, size)
 
@@ -220,14 +223,14 @@ class Store:
         arenas = {Tier.DEVICE: self.device_arena, Tier.HOST: self.host_arena}
         for index, spec in enumerate(self.plan.request.segments):
             groups = self.plan.by_segment[index]
-            shard_bytes = sum(group.numel for group in groups) * spec.element.size_bytes
-            for section, target in (
-                (Section.PARAMETER, self._parameters),
-                (Section.GRADIENT, self._gradients),
+            numel = sum(group.numel for group in groups)
+            for section, target, element in (
+                (Section.PARAMETER, self._parameters, spec.element),
+                (Section.GRADIENT, self._gradients, spec.gradient),
             ):
                 tier = self.plan.segment_tier(index, section)
                 if tier in arenas:
-                    target[index] = arenas[tier].carve(shard_bytes)
+                    target[index] = arenas[tier].carve(numel * element.size_bytes)
                 elif tier is None and section is Section.PARAMETER:
                     target[index] = Span(0, 0, None)  # only parameters without elements
             for group in groups:
@@ -243,10 +246,23 @@ class Store:
             raise RuntimeError("nothing of this model rests on NVMe")
         return self.pager
 
-    def _byte_range(self, group: SubGroup) -> tuple[int, int]:
+    def _byte_range(self, group: SubGroup, section: Section) -> tuple[int, int]:
         """Return where a sub-group lies in its shard of parameters or gradients, in bytes."""
-        element_bytes = self.plan.request.segments[group.segment].element.size_bytes
+        spec = self.plan.request.segments[group.segment]
+        element = spec.gradient if section is Section.GRADIENT else spec.element
+        element_bytes = element.size_bytes
         return group.start * element_bytes, group.numel * element_bytes
+
+    def _write_fp16_group(self, group: SubGroup, values: Array) -> None:
+        """Write fp16 parameters and their fp32 masters."""
+        rounded = np.empty(group.numel, np.float16)
+        self.kernels.round_to_fp16(values, rounded)
+
+        def keep(state: StateArrays) -> None:
+            if state.master is not None:
+                state.master[:] = values
+
+        self._write_group(group, rounded.view(np.uint8), keep)
 
     def _needs_no_state(self, group: SubGroup, residual: Array) -> bool:
         """Tell whether a state that is not written, and so is zero, says the same."""
@@ -295,10 +311,10 @@ class Store:
         pager = self._require_pager()
         extent = _extent(group)
         slot = pager.page_in(extent, _GRADIENT) if accumulate else pager.blank(extent)
-        start, size = self._byte_range(group)
+        start, size = self._byte_range(group, Section.GRADIENT)
         part = shard.sub(start, size)
         if accumulate:
-            _add(spec.element, slot.section(Section.GRADIENT).sub(0, size), part)
+            _add(spec.gradient, slot.section(Section.GRADIENT).sub(0, size), part)
         copy_bytes(part, slot.section(Section.GRADIENT), size)
         pager.page_out(slot, _GRADIENT)
 

@@ -23,20 +23,21 @@ run_pytest() {
   return "$status"
 }
 
-# Runs all tests, then the movers' tests under -O, where an assert of the product does nothing.
-# With a path among the arguments only that is run, once.
+# Runs the tests that a marker expression selects, then the movers' ones under -O, where an assert of
+# the product does nothing. With a path among the further arguments only that is run, once.
 run_suites() {
-  local argument plain=0 optimized=0
+  local selected=(-m "$1") argument plain=0 optimized=0
+  shift
   export OMP_NUM_THREADS=1
   for argument in "$@"; do
     if [[ $argument == */* && -e ${argument%%::*} ]]; then
-      run_pytest -- "$@"
+      run_pytest -- "${selected[@]}" "$@"
       return
     fi
   done
-  run_pytest -- tests "$@" || plain=$?
-  run_pytest -O -W default -- tests/offload tests/aio_ops "$@" || optimized=$?
-  if ((optimized == 5 && plain != 5 && $# > 2)); then
+  run_pytest -- "${selected[@]}" tests "$@" || plain=$?
+  run_pytest -O -W default -- "${selected[@]}" tests/offload tests/aio_ops "$@" || optimized=$?
+  if ((optimized == 5 && plain != 5 && $# > 0)); then
     optimized=0 # the tests that the caller chose are elsewhere
   fi
   printf '\nClosing lines of tests/offload and tests/aio_ops under python -O, and of all tests:\n'

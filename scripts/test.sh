@@ -6,4 +6,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" test
 # shellcheck source-path=SCRIPTDIR source=run_pytest.sh
 source scripts/run_pytest.sh
-run_suites -m "not full" "$@"
+run_suites "not full" "$@"

@@ -9,4 +9,4 @@ source scripts/native_tests.sh
 # shellcheck source-path=SCRIPTDIR source=run_pytest.sh
 source scripts/run_pytest.sh
 run_native_tests
-run_suites "$@"
+run_suites "" "$@"

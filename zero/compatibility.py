@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, Dataset
 from aio_ops import Engine
 from zero.build import build_runtime, make_loader
 from zero.comm import Communicator, init_distributed
-from zero.config import load_config
 from zero.engine import ZeroEngine
 from zero.errors import ConfigError
+from zero.lr_schedules import make_schedule
 from zero.materialize import InitFunction
 from zero.optimizer import ZeroOptimizer, make_optimizer
-from zero.planning import ConfigSource, make_blueprint, open_io_engine
+from zero.planning import ConfigSource, make_blueprint, open_io_engine, parse_config
 
 InitializeResult = tuple[ZeroEngine, ZeroOptimizer | None, "DataLoader[Any] | None", Any]
 
@@ -60,7 +60,7 @@ def initialize(
     source = config if config is not None else getattr(args, "deepspeed_config", None)
     if source is None:
         raise ConfigError("no configuration: pass config=, or args with deepspeed_config")
-    parsed = load_config(source)
+    parsed = parse_config(source)
     owns_group = init_distributed()
     communicator = Communicator()
     settings = parsed.settings(communicator.world_size)
@@ -82,8 +82,18 @@ def initialize(
     scheduler = lr_scheduler
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         scheduler = lr_scheduler(own_optimizer)
+    if scheduler is None and settings.scheduler is not None and own_optimizer is not None:
+        named = settings.scheduler
+        scheduler = make_schedule(own_optimizer, named.type_name, named.parameters)
     engine = ZeroEngine(
-        model, runtime, settings, blueprint.plan, own_optimizer, scheduler, owns_group=owns_group
+        model,
+        runtime,
+        settings,
+        blueprint.plan,
+        own_optimizer,
+        scheduler,
+        loss_scaler=parsed.loss_scaler(),
+        owns_group=owns_group,
     )
     loader = (
         make_loader(training_data, collate_fn, settings, communicator)

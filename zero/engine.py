@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +15,13 @@ from torch import nn
 
 from offload import Ledger, update
 from zero.errors import ConfigError
+from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Plan
 from zero.runtime import Runtime
 from zero.settings import Settings
+
+LossScaler = StaticLossScaler | DynamicLossScaler
 
 
 class ZeroEngine(nn.Module):
@@ -38,12 +41,14 @@ class ZeroEngine(nn.Module):
         optimizer: ZeroOptimizer | None,
         lr_scheduler: Any,
         *,
+        loss_scaler: LossScaler,
         owns_group: bool,
     ) -> None:
         super().__init__()
         self.module = module
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
+        self.loss_scaler = loss_scaler
         self.plan = plan
         self.global_rank = runtime.communicator.rank
         self.world_size = runtime.communicator.world_size
@@ -55,6 +60,7 @@ class ZeroEngine(nn.Module):
         self._micro_batches = 0
         self._forward_pending = False
         self._window_saw_forward = False
+        self._loss_was_scaled = False
         self._grad_norm: float | None = None
         self._destroyed = False
         self._owns_group = owns_group
@@ -88,9 +94,15 @@ class ZeroEngine(nn.Module):
                 "this engine has no optimizer, so there is nothing to do with gradients; pass one"
                 " to zero.initialize or add an optimizer section to the configuration"
             )
-        scaled = loss / self.gradient_accumulation_steps()
+        scaled = self.scale(loss / self.gradient_accumulation_steps())
         scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
         return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return `loss` times the loss scale, for a `backward()` of one's own under fp16."""
+        self._loss_was_scaled = True
+        scale = self.loss_scaler.cur_scale
+        return loss.float() * scale if scale != 1.0 else loss
 
     def step(self) -> None:
         """Update the parameters if the accumulation window is complete.
@@ -110,19 +122,15 @@ class ZeroEngine(nn.Module):
         reducer = self._runtime.reducer
         if reducer is None:
             raise RuntimeError("an engine with an optimizer has no gradient reducer")
-        norm = reducer.global_norm()
+        norm = reducer.global_norm() / self.loss_scaler.cur_scale
         self._grad_norm = norm
         if math.isfinite(norm):
             self._run_update(self.optimizer, norm)
         else:
-            self.skipped_steps += 1
-            warnings.warn(
-                f"step {self.global_steps + 1}: the gradient norm is {norm}; the update is skipped",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            self._skip_update(norm, reducer.not_finite)
         self._restart_window()
         self.global_steps += 1
+        self.loss_scaler.update_scale(not math.isfinite(norm), reducer.not_finite)
         if self.lr_scheduler is not None and math.isfinite(norm):
             self.lr_scheduler.step()
 
@@ -183,8 +191,8 @@ class ZeroEngine(nn.Module):
     def _run_update(self, optimizer: ZeroOptimizer, norm: float) -> None:
         """Run one update over all sub-groups."""
         clip = self._settings.gradient_clipping
-        scale = min(clip / (norm + 1e-6), 1.0) if clip > 0 else 1.0
-        scalars = optimizer.scalars(self._updates + 1, scale)
+        coefficient = min(clip / (norm + 1e-6), 1.0) if clip > 0 else 1.0
+        scalars = optimizer.scalars(self._updates + 1, coefficient / self.loss_scaler.cur_scale)
         segments = self._runtime.segments
         for segment in segments:
             segment.check_trainability()
@@ -197,11 +205,30 @@ class ZeroEngine(nn.Module):
             segment.accept_changes()
         self._updates += 1
 
+    def _skip_update(self, norm: float, names: Sequence[str]) -> None:
+        """Count a step whose gradients are not finite; a dynamic loss scale expects some."""
+        self.skipped_steps += 1
+        if self.loss_scaler.dynamic:
+            return
+        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        warnings.warn(
+            f"step {self.global_steps + 1}: the gradient norm is {norm}, because of {shown}; the"
+            " update is skipped",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
     def _count_micro_batch(self) -> None:
         """Count a backward that ended; a second one of the same forward is the same micro-batch.
 
         A window in which the model as a whole never ran (only parts of it) counts every backward.
         """
+        if not self._loss_was_scaled and self.loss_scaler.cur_scale != 1.0:
+            raise RuntimeError(
+                "a plain loss.backward() under fp16 gives gradients without the loss scale; call"
+                " engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        self._loss_was_scaled = False
         if self._forward_pending or not self._window_saw_forward or not self._micro_batches:
             self._micro_batches += 1
         self._forward_pending = False

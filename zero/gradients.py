@@ -41,6 +41,10 @@ class GradientReducer:
             (member.order for segment in segments for member in segment.members), default=-1
         )
         self._squares = torch.zeros(parameter_count, dtype=torch.float64)
+        self._names = {
+            member.order: member.name for segment in segments for member in segment.members
+        }
+        self._not_finite: list[str] = []
 
     def register(self, on_arrival: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
         """Hook every trainable parameter; `on_arrival` runs at each gradient, inside backward."""
@@ -86,11 +90,18 @@ class GradientReducer:
                 for member in segment.members:
                     self._squares[member.order] = 0.0
         rows = self._communicator.gather_rows(self._squares)
+        bad = torch.nonzero(~torch.isfinite(rows).all(0)).reshape(-1).tolist()
+        self._not_finite = [self._names[order] for order in bad]
         total = 0.0
         for by_rank in rows.t().tolist():
             for square in by_rank:
                 total += square
         return math.sqrt(total) if total >= 0 else math.nan
+
+    @property
+    def not_finite(self) -> list[str]:
+        """Parameters whose gradient, on any rank, was not finite at the last `global_norm`."""
+        return self._not_finite
 
     def _collect(self, segment: Segment, position: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
@@ -100,7 +111,7 @@ class GradientReducer:
         scratch = self._scratch.get(segment.index)
         if scratch is None:
             scratch = torch.zeros(
-                segment.layout.padded_numel, dtype=torch_dtype(segment.spec.element)
+                segment.layout.padded_numel, dtype=torch_dtype(segment.spec.gradient)
             )
             self._scratch[segment.index] = scratch
             self._arrived[segment.index] = set()
@@ -126,11 +137,11 @@ class GradientReducer:
                 shard.div_(self._communicator.world_size)
         span = tensor_span(shard)
         self._store.add_gradient(segment.index, span)
-        element_bytes = segment.spec.element.size_bytes
+        element_bytes = segment.spec.gradient.size_bytes
         squares = dict.fromkeys(range(len(segment.members)), 0.0)
         for piece in segment.pieces:
             part = span.sub(piece.start * element_bytes, piece.numel * element_bytes)
-            values = array_at(part, segment.spec.element, piece.numel)
+            values = array_at(part, segment.spec.gradient, piece.numel)
             squares[piece.index] = self._kernels.sum_squares(values, piece.first)
         for position, square in squares.items():
             self._squares[segment.members[position].order] = square

@@ -23,7 +23,7 @@ from estimators import (
 from offload import load_kernels
 from zero import machine
 from zero.comm import Communicator
-from zero.config import load_config, preflight
+from zero.config import ZeroConfig, load_config, preflight
 from zero.errors import PlanError
 from zero.optimizer import ZeroOptimizer, group_parameters, make_optimizer
 from zero.settings import Settings
@@ -32,7 +32,7 @@ from zero.units import UnitBlueprint, form_units
 NVME_ALIGNMENT_BYTES = 4096
 """Alignment of extents; a file system that asks for more is refused when the file is made."""
 
-ConfigSource = str | Path | Mapping[str, Any]
+ConfigSource = str | Path | Mapping[str, Any] | ZeroConfig
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,18 @@ def plan_memory(model: nn.Module, config: ConfigSource, world_size: int | None =
     communicator = Communicator()
     ranks = world_size or communicator.world_size
     local = communicator.local_world_size if world_size is None else ranks
-    settings = load_config(config).settings(ranks)
+    settings = parse_config(config).settings(ranks)
     optimizer = make_optimizer(model, None, None, settings.optimizer)
     engine = open_io_engine(settings)
     try:
         return make_blueprint(model, settings, optimizer, engine, ranks, local).plan
     finally:
         engine.close()
+
+
+def parse_config(config: ConfigSource) -> ZeroConfig:
+    """Return a configuration parsed, whatever form it comes in."""
+    return config if isinstance(config, ZeroConfig) else load_config(config)
 
 
 def open_io_engine(settings: Settings) -> Engine:
@@ -124,7 +129,9 @@ def make_blueprint(
     local_world_size: int,
 ) -> Blueprint:
     """Decide units and placement, and check that the disk can hold the plan."""
-    units = form_units(model, group_parameters(optimizer), settings.element)
+    units = form_units(
+        model, group_parameters(optimizer), settings.element, settings.gradient_element
+    )
     request = PlacementRequest(
         segments=tuple(spec for unit in units for spec, _ in unit.segments),
         world_size=world_size,
@@ -138,9 +145,9 @@ def make_blueprint(
     budget, source = _budget(request, settings, local_world_size)
     memory = plan_placement(request, budget)
     path = settings.tiers.nvme[0].path if settings.tiers.nvme else None
-    if memory.swap_file_bytes:
+    if Tier.NVME in (request.parameter_tier, request.optimizer_tier):
         if path is None:
-            raise PlanError("the plan pages to NVMe but no path is given; set nvme_path")
+            raise PlanError("something is offloaded to NVMe but no path is given; set nvme_path")
         preflight(path, memory.swap_file_bytes * local_world_size)
     plan = Plan(
         memory=memory,

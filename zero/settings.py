@@ -82,3 +82,5 @@ class Settings:
     optimizer: NamedFactory | None = None
     scheduler: NamedFactory | None = None
     drop_last_batch: bool = False
+    gradient_element: ElementType | None = None
+    """Type that gradients accumulate in; None is the parameters' own."""

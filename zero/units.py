@@ -13,7 +13,11 @@ from zero.errors import ConfigError
 
 ROOT_NAME = "<root>"
 
-_ELEMENTS = {torch.float32: ElementType.FP32, torch.bfloat16: ElementType.BF16}
+_ELEMENTS = {
+    torch.float32: ElementType.FP32,
+    torch.bfloat16: ElementType.BF16,
+    torch.float16: ElementType.FP16,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,10 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def form_units(
-    model: nn.Module, groups: Sequence[Sequence[nn.Parameter]], element: ElementType | None
+    model: nn.Module,
+    groups: Sequence[Sequence[nn.Parameter]],
+    element: ElementType | None,
+    gradient_element: ElementType | None = None,
 ) -> list[UnitBlueprint]:
     """Return the units of a model, the root unit first; a shared parameter belongs to the root.
 
@@ -73,6 +80,7 @@ def form_units(
         model: the model, on the CPU or on `meta`.
         groups: parameters of each optimizer parameter group.
         element: type to train in, or None to keep each parameter's own.
+        gradient_element: type to accumulate gradients in, or None for each parameter's own.
 
     Raises:
         ConfigError: if a parameter has a type that cannot be trained, or shares memory.
@@ -111,14 +119,17 @@ def form_units(
         )
     named = [(ROOT_NAME, model), *blocks]
     return [
-        UnitBlueprint(name, module, tuple(_segments(index, name, members[index])))
+        UnitBlueprint(name, module, tuple(_segments(index, name, members[index], gradient_element)))
         for index, (name, module) in enumerate(named)
         if members[index] or index == 0
     ]
 
 
 def _segments(
-    unit_index: int, unit: str, members: Iterable[ManagedParameter]
+    unit_index: int,
+    unit: str,
+    members: Iterable[ManagedParameter],
+    gradient_element: ElementType | None,
 ) -> list[tuple[SegmentSpec, tuple[ManagedParameter, ...]]]:
     """Split a unit's parameters by type, trainability and parameter group, in stable order."""
     keyed: dict[tuple[ElementType, int], list[ManagedParameter]] = {}
@@ -134,6 +145,7 @@ def _segments(
                 element=element,
                 trainable=group >= 0,
                 param_group=max(group, 0),
+                gradient_element=gradient_element,
             ),
             tuple(chosen),
         )
@@ -145,8 +157,8 @@ def _element_of(name: str, parameter: nn.Parameter) -> ElementType:
     element = _ELEMENTS.get(parameter.dtype)
     if element is None:
         raise ConfigError(
-            f"parameter {name} is {parameter.dtype}; this version trains float32 and bfloat16:"
-            ' convert the model, or set "bf16": {"enabled": true}'
+            f"parameter {name} is {parameter.dtype}; this version trains float32, bfloat16 and"
+            ' float16: convert the model, or set "bf16": {"enabled": true}'
         )
     return element
 

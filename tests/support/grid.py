@@ -82,11 +82,9 @@ def run_cell(cell: dict[str, Any], nvme_path: str) -> dict[str, Any]:
     """Train `STEPS` steps beside the reference and report what happened on this rank."""
     model = make_model(extra=EXTRA)
     masters = {name: as_bits(each.float()) for name, each in model.named_parameters()}
-    names = list(masters)
     config = cell_config(cell, _world_size(), nvme_path)
     engine, _, _, _ = zero.initialize(model=model, config=config)
-    reference = ReferenceAdamW(masters, bf16=names if cell["dtype"] == "bf16" else ())
-    pieces = rank_pieces(engine)
+    reference = ReferenceAdamW(masters, bf16=list(masters) if cell["dtype"] == "bf16" else ())
     outcome: dict[str, Any] = {
         "cell": cell,
         "world_size": engine.world_size,
@@ -94,41 +92,10 @@ def run_cell(cell: dict[str, Any], nvme_path: str) -> dict[str, Any]:
         "swap_file_bytes": engine.plan.memory.swap_file_bytes,
         "engine": engine.plan.engine_name,
         "kernels": engine.plan.kernels_name,
-        "losses": [],
-        "norms": [],
-        "mismatches": [],
-        "ledger": [],
-        "process_io": [],
+        **{key: [] for key in ("losses", "norms", "mismatches", "ledger", "process_io")},
     }
     for step in range(STEPS):
-        written = set(engine._runtime.store.written_states)
-        io_before, before = process_io_bytes(), engine.ledger.snapshot()
-        for micro in range(cell["accumulation"]):
-            batch = make_batch(step * cell["accumulation"] + micro, engine.global_rank)
-            loss = engine(*batch)
-            engine.backward(loss)
-            outcome["losses"].append(loss.item())
-        observing = engine.ledger.snapshot()
-        gradients = full_gradients(engine)
-        observed = engine.ledger.snapshot().minus(observing)
-        engine.step()
-        moved = engine.ledger.snapshot().minus(before)
-        io_after = process_io_bytes()
-        planned = step_traffic(engine.plan.memory, cell["accumulation"], written_states=written)
-        outcome["ledger"].append(
-            {
-                "read": moved.nvme_read_bytes - observed.nvme_read_bytes,
-                "written": moved.nvme_write_bytes,
-                "planned_read": planned.total_read_bytes,
-                "planned_written": planned.total_written_bytes,
-            }
-        )
-        outcome["process_io"].append(
-            {
-                "read": io_after[0] - io_before[0] - moved.nvme_read_bytes,
-                "written": io_after[1] - io_before[1] - moved.nvme_write_bytes,
-            }
-        )
+        gradients = run_step(engine, step, cell["accumulation"], outcome)
         norm = reference.step(
             gradients,
             lr=LR,
@@ -136,13 +103,13 @@ def run_cell(cell: dict[str, Any], nvme_path: str) -> dict[str, Any]:
             eps=EPS,
             weight_decay=WEIGHT_DECAY,
             clip=cell["clip"],
-            pieces=pieces,
+            pieces=rank_pieces(engine),
         )
         outcome["norms"].append([norm, engine.get_global_grad_norm()])
         ours = full_parameters(engine)
         outcome["mismatches"].extend(
             f"step {step}: {name}"
-            for name in names
+            for name in masters
             if not np.array_equal(ours[name].view(np.uint8), reference.param(name).view(np.uint8))
         )
     final = full_parameters(engine)
@@ -151,6 +118,40 @@ def run_cell(cell: dict[str, Any], nvme_path: str) -> dict[str, Any]:
         outcome["torch_difference"] = torch_difference(cell, engine.world_size, final)
     engine.destroy()
     return outcome
+
+
+def run_step(
+    engine: zero.ZeroEngine, step: int, accumulation: int, outcome: dict[str, Any]
+) -> dict[str, np.ndarray]:
+    """Run one step, note losses and bytes in `outcome`, and return the accumulated gradients."""
+    written = set(engine._runtime.store.written_states)
+    io_before, before = process_io_bytes(), engine.ledger.snapshot()
+    for micro in range(accumulation):
+        loss = engine(*make_batch(step * accumulation + micro, engine.global_rank))
+        engine.backward(loss)
+        outcome["losses"].append(loss.item())
+    observing = engine.ledger.snapshot()
+    gradients = full_gradients(engine)
+    observed = engine.ledger.snapshot().minus(observing)
+    engine.step()
+    moved = engine.ledger.snapshot().minus(before)
+    io_after = process_io_bytes()
+    planned = step_traffic(engine.plan.memory, accumulation, written_states=written)
+    outcome["ledger"].append(
+        {
+            "read": moved.nvme_read_bytes - observed.nvme_read_bytes,
+            "written": moved.nvme_write_bytes,
+            "planned_read": planned.total_read_bytes,
+            "planned_written": planned.total_written_bytes,
+        }
+    )
+    outcome["process_io"].append(
+        {
+            "read": io_after[0] - io_before[0] - moved.nvme_read_bytes,
+            "written": io_after[1] - io_before[1] - moved.nvme_write_bytes,
+        }
+    )
+    return gradients
 
 
 def torch_difference(cell: dict[str, Any], world_size: int, final: dict[str, np.ndarray]) -> float:

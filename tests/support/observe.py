@@ -11,6 +11,7 @@ import torch
 import zero
 from estimators import shard_pieces
 from offload import tensor_span
+from offload.arrays import torch_dtype
 
 
 def as_bits(tensor: torch.Tensor) -> np.ndarray:
@@ -35,7 +36,7 @@ def full_gradients(engine: zero.ZeroEngine) -> dict[str, np.ndarray]:
     for segment in runtime.segments:
         if not segment.spec.trainable:
             continue
-        flat = torch.empty(segment.layout.padded_numel, dtype=segment.flat.dtype)
+        flat = torch.empty(segment.layout.padded_numel, dtype=torch_dtype(segment.spec.gradient))
         own = runtime.communicator.own_slice(flat)
         if flat.numel():
             runtime.store.read_gradient(segment.index, tensor_span(own))

@@ -139,7 +139,9 @@ def test_a_norm_that_is_not_finite_skips_the_update(scratch: Path) -> None:
     engine.step()
     before = full_parameters(engine)
     engine.backward(engine(*make_batch(1)) * float("inf"))
-    with pytest.warns(RuntimeWarning, match="step 2: the gradient norm is nan"):
+    with pytest.warns(
+        RuntimeWarning, match="step 2: the gradient norm is nan, because of position, embedding.weight"
+    ):
         engine.step()
     assert engine.skipped_steps == 1
     assert digest(full_parameters(engine)) == digest(before)
@@ -400,7 +402,7 @@ def test_writes_between_steps_are_trained_from_wherever_the_state_rests() -> Non
 
 
 def test_a_model_of_another_type_or_device_is_refused() -> None:
-    with pytest.raises(zero.ConfigError, match=r"float64.*float32 and bfloat16"):
+    with pytest.raises(zero.ConfigError, match=r"float64.*float32, bfloat16"):
         zero.initialize(model=make_model().double(), config=make_config(host_memory=MEMORY))
     with pytest.raises(zero.ConfigError, match="no trainable parameter"):
         zero.initialize(model=nn.ReLU(), config=make_config(host_memory=MEMORY))

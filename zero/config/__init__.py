@@ -1,5 +1,6 @@
 """The configuration: DeepSpeed's keys and a section of our own, parsed strictly."""
 
+from zero.config.autos import hidden_size_of
 from zero.config.batch import BatchTriple, resolve_batch
 from zero.config.config import ZeroConfig
 from zero.config.loading import ConfigWarning, load_config
@@ -13,6 +14,7 @@ __all__ = [
     "PreflightReport",
     "PreflightWarning",
     "ZeroConfig",
+    "hidden_size_of",
     "load_config",
     "preflight",
     "resolve_batch",

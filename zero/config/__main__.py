@@ -92,10 +92,10 @@ def _show(options: argparse.Namespace) -> None:
         _write(json.dumps(document, indent=2) + "\n")
         return
     console = Console()
-    console.print(
-        _table(config.source_name, rows if options.all else [*filter(_matters, rows)]),
-        width=None if console.is_terminal else _WIDTH_OF_A_FILE,
-    )
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_A_FILE
+    shown = rows if options.all else [row for row in rows if _matters(row)]
+    console.print(_table(config.source_name, shown))
     for notice in notices:
         _tell(f"warning: {notice}")
 

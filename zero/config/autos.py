@@ -64,6 +64,8 @@ class _Resolver:
                 return None, '"auto": from the other batch sizes'
             case Auto.REQUIRED:
                 return None, UNRESOLVED
+            case Auto.DEFAULT:
+                return None, '"auto": default'
             case Auto.FRAMEWORK | Auto.MACHINE:
                 return None, '"auto": default, no framework gave it'
             case Auto.HIDDEN_SQUARED | Auto.PREFETCH | Auto.PERSISTENCE:
@@ -83,6 +85,19 @@ def hidden_size_rule(rule: Auto, hidden_size: int) -> int:
             return 10 * hidden_size
         case _:
             raise ValueError(f"{rule.name} does not follow from the hidden size")
+
+
+def hidden_size_of(model: object) -> int | None:
+    """Return the hidden size that a model's own `config` names, as transformers does it."""
+    config = getattr(model, "config", model)
+    for holder in (config, getattr(config, "text_config", None)):
+        size = getattr(holder, "hidden_size", None)
+        if isinstance(size, int):
+            return size
+        sizes = getattr(holder, "hidden_sizes", None)
+        if isinstance(sizes, list | tuple) and sizes:
+            return max(sizes)
+    return None
 
 
 def resolve_autos(

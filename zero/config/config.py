@@ -9,7 +9,7 @@ from pydantic import PrivateAttr
 
 from estimators import ElementType, StateFormat, Tier
 from zero.config.autos import UNRESOLVED
-from zero.config.batch import BatchTriple, resolve_batch
+from zero.config.batch import MICRO, TOTAL, BatchTriple, resolve_batch
 from zero.config.capabilities import OTHER, SAME, Combination, refusals
 from zero.config.models import DataTypes, Document, Tiers
 from zero.config.param_models import AdamParams, params_section
@@ -67,14 +67,16 @@ class ZeroConfig(Document):
         return "model"
 
     def batch(self, world_size: int) -> BatchTriple:
-        """Return the batch triple for a world size; without any batch key, micro-batches of 1."""
+        """Return the batch triple for a world size; by default micro-batches of 1."""
         given = (
             self.train_batch_size,
             self.train_micro_batch_size_per_gpu,
             self.gradient_accumulation_steps,
         )
-        if given == (None, None, None):
-            return resolve_batch(None, 1, None, world_size)
+        total, micro, steps = given
+        is_open = steps is None or {TOTAL, MICRO} & self._origins.keys()
+        if total is None and micro is None and is_open:
+            return resolve_batch(None, 1, steps, world_size)
         return resolve_batch(*given, world_size)
 
     def combination(self) -> Combination:
@@ -116,7 +118,7 @@ class ZeroConfig(Document):
             gradient_clipping=self.gradient_clipping,
             parameter_offload=_offload(zero.offload_param),
             optimizer_offload=_offload(zero.offload_optimizer),
-            sub_group_numel=zero.sub_group_size,
+            sub_group_numel=zero.sub_group_size or ZeroOptimization().sub_group_size,
             tiers=self._tier_settings(),
             aio=AioSettings()
             if aio is None

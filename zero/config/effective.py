@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zero.config.autos import UNRESOLVED, WRITTEN
@@ -52,7 +52,8 @@ def _rows(section: Section, prefix: str, origins: Mapping[str, str]) -> Iterator
         elif name in _SHOWN_BY_DEFAULT:
             yield from _rows(facts.section(), f"{facts.path}.", origins)
         else:
-            yield _row(facts, value, origins)
+            absent = _row(facts, value, origins)
+            yield replace(absent, standing=Standing.DETAIL)
 
 
 def _leaf_rows(

@@ -32,7 +32,8 @@ class Standing(enum.Enum):
 class Auto(enum.Enum):
     """What decides a key whose value is "auto"."""
 
-    BATCH = "the other batch sizes"
+    BATCH = "the other batch sizes, else a micro-batch of 1"
+    DEFAULT = "always the default"
     FRAMEWORK = "the framework's own arguments, else the default"
     REQUIRED = "the framework's own arguments; without a framework write a number"
     HIDDEN_SQUARED = "hidden size squared, else the default"

@@ -50,18 +50,19 @@ def load_config(
     problems = resolve_autos(written, origins, hidden_size, supplied or {})
     config = _validate(ZeroConfig, written, "", problems)
     params = _validate_params(written, origins, problems)
-    idle: list[str] = []
+    idle: dict[str, list[str]] = {}
     for prefix, section in [("", config), *params]:
         if section is not None:
             problems += _refused(section, prefix)
-            idle += _idle(section, prefix, origins)
+            _collect_idle(idle, section, prefix, origins)
     if config is not None:
         problems += cross_check(config, notices)
     if problems or config is None:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     config.remember(origins, name)
     if idle:
-        notices.append(f"without effect here: {'; '.join(idle)}")
+        listed = "; ".join(f"{', '.join(paths)} ({why})" for why, paths in idle.items())
+        notices.append(f"without effect here: {listed}")
     for notice in notices:
         warnings.warn(f"{name}: {notice}", ConfigWarning, stacklevel=2)
     return config
@@ -137,17 +138,19 @@ def _is_off(facts: KeyFacts, value: object) -> bool:
     return value == facts.default or value in facts.accepts
 
 
-def _idle(section: Section, prefix: str, origins: Mapping[str, str]) -> list[str]:
-    """Return the written keys that are accepted and do nothing, with the reason."""
-    return [
-        f"{facts.path} ({facts.why})"
-        for facts, value, written in entries(section, prefix)
-        if facts.standing is Standing.NO_EFFECT
-        and facts.section is None
-        and written
-        and origins.get(facts.path, WRITTEN) == WRITTEN
-        and not (_is_nothing(value) and value == facts.default)
-    ]
+def _collect_idle(
+    idle: dict[str, list[str]], section: Section, prefix: str, origins: Mapping[str, str]
+) -> None:
+    """Add the written keys that are accepted and do nothing, by the reason."""
+    for facts, value, written in entries(section, prefix):
+        if (
+            facts.standing is Standing.NO_EFFECT
+            and facts.section is None
+            and written
+            and origins.get(facts.path, WRITTEN) == WRITTEN
+            and not (_is_nothing(value) and value == facts.default)
+        ):
+            idle.setdefault(facts.why, []).append(facts.path)
 
 
 def _is_nothing(value: object) -> bool:

@@ -135,9 +135,9 @@ class ZeroOptimization(Section):
     )
     offload_param: OffloadParam | None = key("where parameters rest", default=None)
     offload_optimizer: OffloadOptimizer | None = key("where optimizer state rests", default=None)
-    sub_group_size: Annotated[int, Integer(minimum=1)] = key(
+    sub_group_size: Annotated[int, Integer()] = key(
         "largest number of elements that one pass of the optimizer updates; the real one fits a "
-        "slot",
+        "slot; 0 leaves it to the plan",
         default=1_000_000_000,
     )
     contiguous_gradients: Annotated[bool, Switch()] = no_effect(
@@ -198,15 +198,18 @@ class ZeroOptimization(Section):
         "elements that may stay gathered in all", default=sys.maxsize, why=_RESIDENCY
     )
     stage3_max_live_parameters: Annotated[int, Integer()] = no_effect(
-        "elements gathered at once", default=1_000_000_000, why=_RESIDENCY
+        "elements gathered at once", default=1_000_000_000, why=_RESIDENCY, auto=Auto.DEFAULT
     )
     stage3_max_reuse_distance: Annotated[int, Integer()] = no_effect(
-        "keep gathered what is used again sooner", default=1_000_000_000, why=_RESIDENCY
+        "keep gathered what is used again sooner",
+        default=1_000_000_000,
+        why=_RESIDENCY,
+        auto=Auto.DEFAULT,
     )
     stage3_gather_16bit_weights_on_model_save: Annotated[bool, Switch()] = no_effect(
         "allow save_16bit_model",
         default=False,
-        why="saving gathers whenever it is asked to",
+        why="this version saves no checkpoints",
         auto=Auto.FRAMEWORK,
     )
     stage3_module_granularity_threshold: Annotated[int, Integer()] = no_effect(
