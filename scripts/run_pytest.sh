@@ -36,11 +36,12 @@ run_suites() {
     fi
   done
   run_pytest -- "${selected[@]}" tests "$@" || plain=$?
-  run_pytest -O -W default -- "${selected[@]}" tests/offload tests/aio_ops "$@" || optimized=$?
+  run_pytest -O -W default -- "${selected[@]}" tests/offload tests/aio_ops \
+    tests/zero/test_faults.py tests/zero/test_starvation.py "$@" || optimized=$?
   if ((optimized == 5 && plain != 5 && $# > 0)); then
     optimized=0 # the tests that the caller chose are elsewhere
   fi
-  printf '\nClosing lines of tests/offload and tests/aio_ops under python -O, and of all tests:\n'
+  printf '\nClosing lines of the movers' tests under python -O, and of all tests:\n'
   printf '%s\n' "${CLOSING_LINES[1]}" "${CLOSING_LINES[0]}"
   return $((plain != 0 ? plain : optimized))
 }

@@ -139,9 +139,8 @@ def test_a_norm_that_is_not_finite_skips_the_update(scratch: Path) -> None:
     engine.step()
     before = full_parameters(engine)
     engine.backward(engine(*make_batch(1)) * float("inf"))
-    with pytest.warns(
-        RuntimeWarning, match="step 2: the gradient norm is nan, because of position, embedding.weight"
-    ):
+    words = "step 2: the gradient norm is nan, because of position, embedding.weight"
+    with pytest.warns(RuntimeWarning, match=words):
         engine.step()
     assert engine.skipped_steps == 1
     assert digest(full_parameters(engine)) == digest(before)
