@@ -111,7 +111,7 @@ class Pager:
             PageError: if the write cannot even be submitted.
         """
         self._check()
-        extent = self._leased_extent(slot)
+        extent = slot.require_leased()
         self._settle_write(extent)
         ahead = self._find_read_ahead(extent)
         if ahead is not None:
@@ -131,8 +131,14 @@ class Pager:
 
     def release(self, slot: Slot) -> None:
         """Take back a leased slot that was not changed."""
-        self._leased_extent(slot)
+        slot.require_leased()
         slot.clear()
+
+    def reclaim(self) -> None:
+        """Take back slots whose borrower was interrupted; what they held is dropped."""
+        for slot in self._slots:
+            if slot.is_leased and self.state is PagerState.READY:
+                slot.clear()
 
     def drain(self) -> None:
         """Wait until nothing is in flight; what was read ahead is dropped.
@@ -165,11 +171,6 @@ class Pager:
                 f"the pager refuses to work because {self._reason}; the state on NVMe cannot be"
                 " trusted: start again from the last checkpoint"
             )
-
-    def _leased_extent(self, slot: Slot) -> Extent:
-        if slot.extent is None or not slot.is_leased or slot.state is not SlotState.RESIDENT:
-            raise RuntimeError(f"slot {slot.index} is not lent out (state {slot.state})")
-        return slot.extent
 
     def _find_read_ahead(self, extent: Extent) -> Slot | None:
         for slot in self._slots:

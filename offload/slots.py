@@ -57,6 +57,12 @@ class Slot:
         self.ticket = None
         self.is_leased = False
 
+    def require_leased(self) -> Extent:
+        """Return the extent that a lent slot stages, or raise if the slot is not lent out."""
+        if self.extent is None or not self.is_leased or self.state is not SlotState.RESIDENT:
+            raise RuntimeError(f"slot {self.index} is not lent out (state {self.state})")
+        return self.extent
+
     def section(self, section: Section) -> Span:
         """Return the memory of one section of the extent that the slot stages."""
         if self.extent is None:

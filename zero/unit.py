@@ -234,6 +234,8 @@ class Unit:
             for segment in self.segments:
                 segment.fill(store, store.ledger)
         except BaseException:
+            if store.pager is not None:
+                store.pager.reclaim()
             for segment in self.segments:
                 segment.hide(keep_aliases=False)
             self.move_to(UnitState.SHARDED)

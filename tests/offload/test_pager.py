@@ -240,3 +240,15 @@ def test_the_ledger_subtracts_and_names_its_classes() -> None:
         for section in ("gradient", "parameter", "state")
     }
     assert before.minus(before).nvme_read_bytes == 0
+
+
+def test_an_interrupted_borrower_gives_its_slots_back() -> None:
+    pager, store = leased(SimulatedDisk(0))
+    extents = [group.extent for group in store.plan.sub_groups if group.extent is not None]
+    pager.blank(extents[0])
+    pager.blank(extents[1])
+    pager.reclaim()
+    pager.release(pager.blank(extents[2]))
+    with pytest.raises(RuntimeError, match="not lent out"):
+        pager.release(carve_slots(store.host_arena.__class__(4096), SlotPlan(1, 4096))[0])
+    store.close()
