@@ -13,6 +13,7 @@ from offload.pager import PageError, Pager, PagerFailedError, PagerState
 from offload.slots import Slot, SlotState, carve_slots
 from offload.step import update
 from offload.store import Store, StoreParts
+from offload.write import write_parameters
 
 __all__ = [
     "Activity",
@@ -38,4 +39,5 @@ __all__ = [
     "tensor_at",
     "tensor_span",
     "update",
+    "write_parameters",
 ]

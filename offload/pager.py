@@ -135,9 +135,22 @@ class Pager:
         slot.clear()
 
     def reclaim(self) -> None:
-        """Take back slots whose borrower was interrupted; what they held is dropped."""
+        """Bring every slot to rest after an interruption, wherever it struck.
+
+        What was read or lent is dropped, writes that are in flight are waited for. A write that
+        was interrupted before it began is lost, so the pager has FAILED.
+        """
+        if self.state is PagerState.FAILED:
+            return
+        self._engine.drain()
+        self._write_order.clear()
         for slot in self._slots:
-            if slot.is_leased and self.state is PagerState.READY:
+            if slot.state is SlotState.PAGING_OUT and slot.ticket is not None:
+                self._write_order.append(slot)
+                self._finish_write(slot)
+            elif slot.state is SlotState.PAGING_OUT:
+                self.fail("a page-out was interrupted before it began")
+            elif slot.state is not SlotState.FREE:
                 slot.clear()
 
     def drain(self) -> None:

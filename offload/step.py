@@ -30,6 +30,7 @@ def update(
         PageError: if a transfer failed; the pager then refuses all further work, because some
             sub-groups are a step ahead of others.
     """
+    store.require_intact()
     groups = [group for group in store.plan.sub_groups if group.tier(Section.STATE) is not None]
     moved: list[str] = []
     try:
@@ -42,11 +43,10 @@ def update(
         if store.pager is not None:
             store.pager.drain()
     except BaseException as error:
-        if store.pager is not None:
-            store.pager.fail(
-                f"an optimizer step failed midway ({type(error).__name__}); sub-groups already"
-                f" moved: {', '.join(moved) or 'none'}"
-            )
+        store.fail(
+            f"an optimizer step failed midway ({type(error).__name__}); sub-groups already moved:"
+            f" {', '.join(moved) or 'none'}"
+        )
         raise
     store.drop_gradients()
 

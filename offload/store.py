@@ -1,18 +1,9 @@
-"""This rank's shards on their tiers: parameters, gradients and optimizer state.
-
-[Note: whoever writes a parameter writes its residual] In the exact format the parameter and the
-residual together are the fp32 master, so `write_parameters` writes both, and the update writes both
-in one transfer.
-"""
+"""This rank's shards on their tiers: parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from aio_ops import Engine, HostArena, Span
 from estimators import (
@@ -21,19 +12,15 @@ from estimators import (
     MemoryPlan,
     Section,
     SegmentSpec,
-    StateFormat,
     SubGroup,
     Tier,
     record_layout,
 )
-from offload.arrays import array_at, clear_bytes, copy_bytes, tensor_at
+from offload.arrays import clear_bytes, copy_bytes, tensor_at
 from offload.kernels import Kernels
 from offload.ledger import Ledger
-from offload.pager import Pager
+from offload.pager import Pager, PagerFailedError
 from offload.slots import Slot, carve_slots
-from offload.state import StateArrays, state_arrays
-
-Array = np.ndarray[Any, Any]
 
 _GRADIENT = frozenset({Section.GRADIENT})
 _PARAMETER = frozenset({Section.PARAMETER})
@@ -64,6 +51,7 @@ class Store:
         self.written_states: set[int] = set()
         """Sub-groups whose state on NVMe was ever written; the others' is zero and is not read."""
         self._has_gradient = [False] * len(plan.request.segments)
+        self._failure: str | None = None
         self._file = None
         self.pager: Pager | None = None
         if plan.swap_file_bytes:
@@ -109,44 +97,6 @@ class Store:
             if not group.on_nvme(Section.PARAMETER) or not self.read_ahead(group, _PARAMETER):
                 return
 
-    def write_parameters(self, segment: int, masters: Array) -> None:
-        """Set the parameter shard of a segment, with what its state keeps of the master.
-
-        Args:
-            segment: index of the segment.
-            masters: fp32 values, shape `[shard numel]`; their low bits survive in the state of
-                16-bit parameters.
-
-        Raises:
-            PageError: if a transfer failed.
-        """
-        spec = self.plan.request.segments[segment]
-        for group in self.plan.by_segment[segment]:
-            values = masters[group.start : group.stop]
-            if spec.element is ElementType.FP32:
-                self._write_group(group, values.view(np.uint8), None)
-                continue
-            if spec.element is ElementType.FP16:
-                self._write_fp16_group(group, values)
-                continue
-            bits = np.empty(group.numel, np.uint16)
-            residual = np.empty(group.numel, np.int16)
-            self.kernels.split_master(values, bits, residual)
-
-            if self._needs_no_state(group, residual):
-                self._write_group(group, bits.view(np.uint8), None)
-                continue
-
-            def keep(state: StateArrays, bits: Array = bits, residual: Array = residual) -> None:
-                if state.residual is not None:
-                    state.residual[:] = residual
-                if state.master is not None:
-                    self.kernels.join_master(bits, residual, state.master)
-
-            self._write_group(group, bits.view(np.uint8), keep)
-        if self.pager is not None:
-            self.pager.drain()
-
     # Gradients
 
     def has_gradient(self, segment: int) -> bool:
@@ -170,6 +120,29 @@ class Store:
             for group in self.plan.by_segment[segment]:
                 self._page_gradient(spec, group, shard, accumulate=accumulate)
         self._has_gradient[segment] = True
+
+    def fail(self, reason: str) -> None:
+        """Refuse all further work, whatever tier it is on: `reason` says what is torn."""
+        self._failure = reason
+        if self.pager is not None:
+            self.pager.fail(reason)
+
+    def require_intact(self) -> None:
+        """Raise if an update was torn, because some sub-groups are a step ahead of others.
+
+        Raises:
+            PagerFailedError: saying what is torn.
+        """
+        if self._failure is not None:
+            raise PagerFailedError(
+                f"the state cannot be used because {self._failure}; start again from the last"
+                " checkpoint"
+            )
+
+    def reclaim(self) -> None:
+        """Bring slots and transfers to rest after an interruption."""
+        if self.pager is not None:
+            self.pager.reclaim()
 
     def drop_gradients(self) -> None:
         """Forget all gradients of the current accumulation window."""
@@ -252,58 +225,6 @@ class Store:
         element = spec.gradient if section is Section.GRADIENT else spec.element
         element_bytes = element.size_bytes
         return group.start * element_bytes, group.numel * element_bytes
-
-    def _write_fp16_group(self, group: SubGroup, values: Array) -> None:
-        """Write fp16 parameters and their fp32 masters."""
-        rounded = np.empty(group.numel, np.float16)
-        self.kernels.round_to_fp16(values, rounded)
-
-        def keep(state: StateArrays) -> None:
-            if state.master is not None:
-                state.master[:] = values
-
-        self._write_group(group, rounded.view(np.uint8), keep)
-
-    def _needs_no_state(self, group: SubGroup, residual: Array) -> bool:
-        """Tell whether a state that is not written, and so is zero, says the same."""
-        return (
-            self.plan.request.state_format is StateFormat.EXACT
-            and group.on_nvme(Section.STATE)
-            and group.index not in self.written_states
-            and not residual.any()
-        )
-
-    def _write_group(
-        self, group: SubGroup, raw: Array, keep: Callable[[StateArrays], None] | None
-    ) -> None:
-        """Write the parameters of one sub-group, and let `keep` set its state."""
-        spec = self.plan.request.segments[group.segment]
-        has_state = keep is not None and group.tier(Section.STATE) is not None
-        written = {Section.PARAMETER} if group.on_nvme(Section.PARAMETER) else set()
-        if has_state and group.on_nvme(Section.STATE):
-            written.add(Section.STATE)
-        slot = None
-        if written:
-            known = group.index in self.written_states and Section.STATE in written
-            sections = frozenset(written)
-            extent = _extent(group)
-            slot = (
-                self._require_pager().page_in(extent, sections)
-                if known
-                else self._require_pager().blank(extent)
-            )
-            if Section.STATE in written and not known:
-                clear_bytes(slot.section(Section.STATE))
-        if has_state and keep is not None:
-            keep(
-                state_arrays(self.plan, spec, group, self.section_span(group, Section.STATE, slot))
-            )
-        target = self.section_span(group, Section.PARAMETER, slot)
-        array_at(target, ElementType.INT16, raw.size // 2).view(np.uint8)[:] = raw
-        if slot is not None:
-            self._require_pager().page_out(slot, frozenset(written))
-            if Section.STATE in written:
-                self.written_states.add(group.index)
 
     def _page_gradient(
         self, spec: SegmentSpec, group: SubGroup, shard: Span, *, accumulate: bool

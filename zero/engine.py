@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload import Ledger, update
+from offload import Ledger, update, write_parameters
 from zero.errors import ConfigError
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.optimizer import ZeroOptimizer
@@ -199,7 +199,7 @@ class ZeroEngine(nn.Module):
             if segment.is_in_place and segment.changed():  # [Note: whoever writes a parameter ...]
                 segment.collect_strays()
                 masters = segment.flat.float().clone().numpy()
-                self._runtime.store.write_parameters(segment.index, masters)
+                write_parameters(self._runtime.store, segment.index, masters)
         update(self._runtime.store, scalars, lambda index: segments[index].forget_values())
         for segment in segments:
             segment.accept_changes()
@@ -235,6 +235,8 @@ class ZeroEngine(nn.Module):
 
     def _note_forward(self, _module: nn.Module, _args: Any) -> None:
         """Remember that a micro-batch is under way."""
+        if torch._C._current_graph_task_id() == -1:
+            self._runtime.scheduler.recover()
         if torch.is_grad_enabled():
             self._forward_pending = self._window_saw_forward = True
 
@@ -247,3 +249,4 @@ class ZeroEngine(nn.Module):
     def _require_alive(self) -> None:
         if self._destroyed:
             raise RuntimeError("this engine was destroyed; make a new one with zero.initialize")
+        self._runtime.store.require_intact()

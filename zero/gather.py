@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import nn
 
+from offload import write_parameters
 from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference
 from zero.runtime import Runtime
 from zero.unit import Segment, Unit
@@ -107,6 +108,6 @@ def _write_back(runtime: Runtime, segment: Segment, modifier_rank: int) -> None:
     segment.collect_strays()
     runtime.communicator.broadcast(segment.flat, modifier_rank)
     own = runtime.communicator.own_slice(segment.flat)
-    runtime.store.write_parameters(segment.index, own.detach().float().clone().numpy())
+    write_parameters(runtime.store, segment.index, own.detach().float().clone().numpy())
     segment.forget_values()
     segment.accept_changes()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from offload import Store
+from offload import Store, write_parameters
 from zero.comm import Communicator
 from zero.errors import ConfigError
 from zero.runtime import Runtime
@@ -57,7 +57,7 @@ def seal_segment(segment: Segment, store: Store, communicator: Communicator) -> 
                 communicator.broadcast(values, 0)
             for first, start, numel in pieces.get(index, []):
                 target[start : start + numel] = values[first : first + numel].float()
-    store.write_parameters(segment.index, masters)
+    write_parameters(store, segment.index, masters)
     segment.attach(store)
 
 

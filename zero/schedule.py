@@ -91,8 +91,8 @@ class UnitScheduler:
         if self._reducer is not None and self._reducer.has_pending():
             failed = True
             self._reducer.abandon()
-        if failed and self._store.pager is not None:
-            self._store.pager.reclaim()
+        if failed:
+            self._store.reclaim()
         for unit in self.units:
             if unit.backward_tokens:
                 unit.backward_tokens.clear()

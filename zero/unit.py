@@ -234,8 +234,7 @@ class Unit:
             for segment in self.segments:
                 segment.fill(store, store.ledger)
         except BaseException:
-            if store.pager is not None:
-                store.pager.reclaim()
+            store.reclaim()
             for segment in self.segments:
                 segment.hide(keep_aliases=False)
             self.move_to(UnitState.SHARDED)

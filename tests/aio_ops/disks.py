@@ -21,7 +21,7 @@ def mounted(directory: Path, kind: str, *options: str, source: str = "none") -> 
     command = ["mount", "-t", kind, "-o", ",".join(options) or "rw", source, str(directory)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        pytest.skip(f"cannot mount a {kind} here: {result.stderr.strip()}")
+        pytest.skip(f"cannot mount a {kind} here: {result.stderr.splitlines()[0]}")
     try:
         yield directory
     finally:
@@ -50,7 +50,8 @@ def mounted_ext4(parent: Path, size_bytes: int) -> Iterator[Path]:
 def frozen(directory: Path) -> Iterator[Callable[[], None]]:
     """Freeze a mounted file system: every write to it blocks in the kernel until it is thawed.
 
-    The block gets a function that thaws it early; leaving the block thaws it in any case.
+    The block gets a function that thaws it early; leaving the block thaws it in any case. So does
+    a second process after a while: a test that hangs here could not even be killed.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     held = True
@@ -66,12 +67,28 @@ def frozen(directory: Path) -> Iterator[Callable[[], None]]:
             fcntl.ioctl(descriptor, _FREEZE, 0)
         except OSError as error:
             pytest.skip(f"cannot freeze the file system at {directory}: {error.strerror}")
-        try:
-            yield thaw
-        finally:
-            thaw()
+        with _thawed_at_last(directory):
+            try:
+                yield thaw
+            finally:
+                thaw()
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _thawed_at_last(directory: Path) -> Iterator[None]:
+    script = 'timeout 100 cat; exec fsfreeze --unfreeze "$0"'
+    guard = subprocess.Popen(
+        ["sh", "-c", script, str(directory)],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        guard.communicate()  # it sees the end of its input, and thaws what is thawed
 
 
 def free_bytes(directory: Path) -> int:

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -172,6 +173,28 @@ class _InterruptedError(Exception):
     pass
 
 
+def interrupt_in(wait: Callable[[], None]) -> None:
+    """Send a signal from another thread once this one is inside `wait`, which must then raise."""
+    main_thread = threading.get_ident()
+    ready = threading.Event()
+
+    def send() -> None:
+        ready.wait()
+        signal.pthread_kill(main_thread, signal.SIGUSR1)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # the sender runs only once `wait` lets the interpreter lock go
+    try:
+        with pytest.raises(_InterruptedError):
+            ready.set()
+            wait()
+    finally:
+        sys.setswitchinterval(interval_s)
+        sender.join()
+
+
 def test_a_long_wait_can_be_interrupted(real_engine: Engine, ext4: Path, arena: HostArena) -> None:
     def interrupt(number: int, frame: object) -> None:
         raise _InterruptedError
@@ -183,14 +206,7 @@ def test_a_long_wait_can_be_interrupted(real_engine: Engine, ext4: Path, arena: 
             with frozen(ext4) as thaw:
                 ticket = real_engine.submit_write(file, 0, span)
                 for wait in (ticket.wait, real_engine.drain, real_engine.close):
-                    # From another thread, so that the signal comes while this one waits.
-                    sender = threading.Thread(
-                        target=signal.pthread_kill, args=(threading.get_ident(), signal.SIGUSR1)
-                    )
-                    with pytest.raises(_InterruptedError):
-                        sender.start()
-                        wait()
-                    sender.join()
+                    interrupt_in(wait)
                     assert not ticket.done()
                 thaw()
         finally:
@@ -236,8 +252,10 @@ def test_a_forked_child_cannot_use_the_engine_nor_harm_it(
         assert contents(file, 0, len(data)) == data
 
 
-def test_an_engine_that_becomes_garbage_drains_before_memory_goes(ext4: Path) -> None:
-    engine = make_engine("threads")
+@pytest.mark.parametrize("memory_too", [True, False])
+def test_an_engine_that_becomes_garbage_drains_before_memory_goes(
+    ext4: Path, *, memory_too: bool
+) -> None:
     data = pattern(7, 4 * BLOCK_BYTES)
     file = SwapFile.create(ext4, len(data))
     arena = HostArena(len(data))
@@ -256,15 +274,19 @@ def test_an_engine_that_becomes_garbage_drains_before_memory_goes(ext4: Path) ->
 
         thread = threading.Thread(target=thaw_later)
         thread.start()
-        garbage: list[object] = [engine, arena, span, engine.submit_write(file, 0, span)]
-        garbage.append(garbage)
-        del engine, arena, span, garbage
-        assert mapping() is not None
+        gc.disable()
         gc.callbacks.append(on_collection)
         try:
-            gc.collect()  # one cycle: a drain after the unmapping would write nothing
+            engine = make_engine("threads")
+            ticket = engine.submit_write(file, 0, span)
+            garbage: list[object] = [engine, *([arena, span, ticket] if memory_too else [])]
+            garbage.append(garbage)
+            del engine, arena, span, ticket, garbage
+            assert mapping() is not None
+            gc.collect()  # a drain after the memory is unmapped would write nothing
         finally:
             gc.callbacks.remove(on_collection)
+            gc.enable()
             collecting.set()
             thread.join()
     assert mapping() is None

@@ -1,5 +1,4 @@
 // The thread engine without Python: on real files, and on a kernel that misbehaves on purpose.
-#include <fcntl.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -9,7 +8,6 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <latch>
 #include <memory>
 #include <mutex>
@@ -17,7 +15,6 @@
 #include <string>
 #include <system_error>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "aio_ops/csrc/thread_engine.h"
@@ -96,6 +93,12 @@ Block block_of(Bytes& memory, Operation operation = Operation::kWrite, int descr
   return {operation, descriptor, 0, memory.data(), memory.size(), 1};
 }
 
+Block direct_block_of(Bytes& memory) {
+  Block block = block_of(memory);
+  block.alignment_bytes = kSector;
+  return block;
+}
+
 Bytes pattern(uint64_t size_bytes, unsigned seed) {
   Bytes bytes(size_bytes);
   unsigned state = seed * 2654435761U + 1;
@@ -128,11 +131,17 @@ int error_of(const Call& call) {
   } catch (const std::system_error& error) {
     return error.code().value();
   }
-  return 0;
 }
 
 int64_t move_all(const Block& block) {
   return static_cast<int64_t>(block.size_bytes);
+}
+
+MoveOnce through(Gate& gate) {
+  return [&gate](const Block& block) {
+    gate.pass();
+    return move_all(block);
+  };
 }
 
 void real_files_hold_what_was_written() {
@@ -217,9 +226,7 @@ void direct_transfers_go_on_from_whole_sectors() {
     offsets.push_back(block.offset_bytes);
     return static_cast<int64_t>(std::min(block.size_bytes, kSector + 1000));
   });
-  Block block = block_of(memory);
-  block.alignment_bytes = kSector;
-  CHECK(run(engine, block).moved_bytes == memory.size());
+  CHECK(run(engine, direct_block_of(memory)).moved_bytes == memory.size());
   CHECK((offsets == std::vector<uint64_t>{0, kSector, 2 * kSector, 3 * kSector}));
 }
 
@@ -231,16 +238,8 @@ void blocks_are_whole_sectors() {
     CHECK(block.size_bytes == kSector);
     return move_all(block);
   });
-  Block block = block_of(memory);
-  block.alignment_bytes = kSector;
-  CHECK(run(engine, block).moved_bytes == memory.size());
+  CHECK(run(engine, direct_block_of(memory)).moved_bytes == memory.size());
   CHECK(calls == 4);
-}
-
-void an_endless_again_is_an_error() {
-  Bytes memory(1);
-  ThreadEngine engine({1, kSector, 1}, [](const Block&) { return int64_t{-EAGAIN}; });
-  CHECK(run(engine, block_of(memory)).error_number == EAGAIN);
 }
 
 void a_file_that_ends_early_is_an_error() {
@@ -248,19 +247,17 @@ void a_file_that_ends_early_is_an_error() {
   Bytes memory(2 * kSector);
   ThreadEngine engine({2, kSector, 1});
   const Result result = run(engine, block_of(memory, Operation::kRead, file.descriptor()));
-  CHECK(result.error_number == EIO);
-  CHECK(result.ended_early);
+  CHECK(result.error_number == EIO && result.ended_early);
   CHECK(result.moved_bytes == kSector + 100);
 }
 
-void less_than_a_sector_is_the_end_for_direct_transfers() {
+void calls_that_never_get_on_are_errors() {
   Bytes memory(kSector);
-  ThreadEngine engine({1, kSector, 1}, [](const Block&) { return int64_t{100}; });
-  Block block = block_of(memory);
-  block.alignment_bytes = kSector;
-  const Result result = run(engine, block);
-  CHECK(result.error_number == EIO);
-  CHECK(result.ended_early);
+  ThreadEngine again({1, kSector, 1}, [](const Block&) { return int64_t{-EAGAIN}; });
+  CHECK(run(again, block_of(memory)).error_number == EAGAIN);
+  ThreadEngine crumbs({1, kSector, 1}, [](const Block&) { return int64_t{100}; });
+  const Result result = run(crumbs, direct_block_of(memory));  // less than a sector is the end
+  CHECK(result.error_number == EIO && result.ended_early);
   CHECK(result.moved_bytes == 100);
 }
 
@@ -269,18 +266,11 @@ void the_first_error_is_kept_and_other_blocks_finish() {
   std::atomic<int> calls = 0;
   ThreadEngine engine({1, kSector, 1}, [&](const Block& block) -> int64_t {
     ++calls;
-    switch (block.offset_bytes / kSector) {
-      case 2:
-        return -ENOSPC;
-      case 5:
-        return -EIO;
-      default:
-        return move_all(block);
-    }
+    const uint64_t index = block.offset_bytes / kSector;
+    return index == 2 ? -ENOSPC : index == 5 ? -EIO : move_all(block);
   });
   const Result result = run(engine, block_of(memory));
-  CHECK(calls == 8);
-  CHECK(result.error_number == ENOSPC);
+  CHECK(calls == 8 && result.error_number == ENOSPC);
   CHECK(result.moved_bytes == 6 * kSector);
   CHECK(run(engine, block_of(memory)).error_number == ENOSPC);  // and the engine goes on
 }
@@ -300,10 +290,6 @@ void errors_of_the_real_kernel_arrive() {
   Bytes memory(kSector);
   ThreadEngine engine({1, kSector, 1});
   CHECK(run(engine, block_of(memory, Operation::kRead, -1)).error_number == EBADF);
-  const int read_only = open("/dev/null", O_RDONLY | O_CLOEXEC);
-  CHECK(read_only >= 0);
-  CHECK(run(engine, block_of(memory, Operation::kWrite, read_only)).error_number == EBADF);
-  CHECK(close(read_only) == 0);
 }
 
 void transfers_complete_one_by_one() {
@@ -332,10 +318,7 @@ void transfers_complete_one_by_one() {
 void a_full_queue_is_an_answer() {
   Gate gate;
   Bytes memory(kSector);
-  ThreadEngine engine({1, kSector, 2}, [&](const Block& block) {
-    gate.pass();
-    return move_all(block);
-  });
+  ThreadEngine engine({1, kSector, 2}, through(gate));
   CHECK(engine.try_submit(block_of(memory)) != nullptr);
   CHECK(engine.try_submit(block_of(memory)) != nullptr);
   CHECK(engine.try_submit(block_of(memory)) == nullptr);
@@ -365,10 +348,7 @@ void closing_waits_for_a_call_in_the_kernel() {
   Gate gate;
   Bytes memory(kSector);
   std::atomic<bool> opened = false;
-  ThreadEngine engine({1, kSector, 4}, [&](const Block& block) {
-    gate.pass();
-    return move_all(block);
-  });
+  ThreadEngine engine({1, kSector, 4}, through(gate));
   const auto transfer = submit(engine, block_of(memory));
   gate.wait_for_arrivals(1);
   std::array<std::thread, 2> closers;
@@ -394,28 +374,28 @@ void closing_waits_for_a_call_in_the_kernel() {
 }
 
 void closing_wakes_those_who_wait_for_room() {
-  Gate gate;
-  Bytes memory(kSector);
-  ThreadEngine engine({1, kSector, 1}, [&](const Block& block) {
-    gate.pass();
-    return move_all(block);
-  });
-  const auto transfer = submit(engine, block_of(memory));
-  std::thread submitter(
-      [&] { CHECK(error_of([&] { submit(engine, block_of(memory)); }) == ESHUTDOWN); });
-  engine.refuse_more();  // the gate is closed, so nothing else can wake the submitter
-  submitter.join();
-  CHECK(!transfer->done());
-  gate.open();
+  for (int round = 0; round < 20; ++round) {  // in some of them the submitter really waits
+    Gate gate;
+    Bytes memory(kSector);
+    ThreadEngine engine({1, kSector, 1}, through(gate));
+    const auto transfer = submit(engine, block_of(memory));
+    std::latch started(1);
+    std::thread submitter([&] {
+      started.count_down();
+      CHECK(error_of([&] { submit(engine, block_of(memory)); }) == ESHUTDOWN);
+    });
+    started.wait();
+    engine.refuse_more();  // the gate is closed, so nothing else can wake the submitter
+    submitter.join();
+    CHECK(!transfer->done());
+    gate.open();
+  }
 }
 
 void a_forked_child_may_destroy_but_not_use() {
   Gate gate;
   Bytes memory(kSector);
-  auto engine = std::make_unique<ThreadEngine>(Settings{2, kSector, 4}, [&](const Block& block) {
-    gate.pass();
-    return move_all(block);
-  });
+  auto engine = std::make_unique<ThreadEngine>(Settings{2, kSector, 4}, through(gate));
   const auto transfer = submit(*engine, block_of(memory));
   gate.wait_for_arrivals(1);
   const pid_t child = fork();
@@ -496,42 +476,26 @@ void wrong_settings_are_refused() {
   CHECK(error_of([&] { engine.try_submit(block_of(nothing)); }) == EINVAL);
 }
 
-struct Test {
-  const char* name;
-  void (*run)();
-};
-
 }  // namespace
 
 int main() {
-  const std::array tests = {
-      Test{"real_files_hold_what_was_written", real_files_hold_what_was_written},
-      Test{"every_byte_is_asked_for_once", every_byte_is_asked_for_once},
-      Test{"short_and_interrupted_calls_go_on", short_and_interrupted_calls_go_on},
-      Test{"direct_transfers_go_on_from_whole_sectors", direct_transfers_go_on_from_whole_sectors},
-      Test{"blocks_are_whole_sectors", blocks_are_whole_sectors},
-      Test{"an_endless_again_is_an_error", an_endless_again_is_an_error},
-      Test{"a_file_that_ends_early_is_an_error", a_file_that_ends_early_is_an_error},
-      Test{"less_than_a_sector_is_the_end_for_direct_transfers",
-           less_than_a_sector_is_the_end_for_direct_transfers},
-      Test{"the_first_error_is_kept_and_other_blocks_finish",
-           the_first_error_is_kept_and_other_blocks_finish},
-      Test{"what_a_call_throws_becomes_the_error", what_a_call_throws_becomes_the_error},
-      Test{"errors_of_the_real_kernel_arrive", errors_of_the_real_kernel_arrive},
-      Test{"transfers_complete_one_by_one", transfers_complete_one_by_one},
-      Test{"a_full_queue_is_an_answer", a_full_queue_is_an_answer},
-      Test{"closing_finishes_what_nobody_waits_for", closing_finishes_what_nobody_waits_for},
-      Test{"closing_waits_for_a_call_in_the_kernel", closing_waits_for_a_call_in_the_kernel},
-      Test{"closing_wakes_those_who_wait_for_room", closing_wakes_those_who_wait_for_room},
-      Test{"a_forked_child_may_destroy_but_not_use", a_forked_child_may_destroy_but_not_use},
-      Test{"signals_stay_with_the_caller", signals_stay_with_the_caller},
-      Test{"many_threads_share_one_engine", many_threads_share_one_engine},
-      Test{"wrong_settings_are_refused", wrong_settings_are_refused},
-  };
-  for (const Test& test : tests) {
-    std::printf("%s\n", test.name);
-    std::fflush(stdout);
-    test.run();
-  }
-  return 0;
+  real_files_hold_what_was_written();
+  every_byte_is_asked_for_once();
+  short_and_interrupted_calls_go_on();
+  direct_transfers_go_on_from_whole_sectors();
+  blocks_are_whole_sectors();
+  a_file_that_ends_early_is_an_error();
+  calls_that_never_get_on_are_errors();
+  the_first_error_is_kept_and_other_blocks_finish();
+  what_a_call_throws_becomes_the_error();
+  errors_of_the_real_kernel_arrive();
+  transfers_complete_one_by_one();
+  a_full_queue_is_an_answer();
+  closing_finishes_what_nobody_waits_for();
+  closing_waits_for_a_call_in_the_kernel();
+  closing_wakes_those_who_wait_for_room();
+  a_forked_child_may_destroy_but_not_use();
+  signals_stay_with_the_caller();
+  many_threads_share_one_engine();
+  wrong_settings_are_refused();
 }

@@ -19,7 +19,7 @@ from estimators import (
     Tier,
     plan_placement,
 )
-from offload import AdamWScalars, Ledger, Store, StoreParts, load_kernels, update
+from offload import AdamWScalars, Ledger, Store, StoreParts, load_kernels, update, write_parameters
 from offload.kernels import Kernels
 
 SIZES = {"first": (5000, 1), "second": (0, 777, 3), "third": (9001,)}
@@ -90,7 +90,7 @@ def train(store: Store, steps: int, micro_batches: int = 1) -> None:
     segments = store.plan.request.segments
     lengths = [segment.layout(1).shard_numel for segment in segments]
     for index, length in enumerate(lengths):
-        store.write_parameters(index, generator.standard_normal(length).astype(np.float32))
+        write_parameters(store, index, generator.standard_normal(length).astype(np.float32))
     for step in range(1, steps + 1):
         for _ in range(micro_batches):
             for index in reversed(range(len(lengths))):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,8 +94,11 @@ def mounted(image: Path, where: Path, kind: str) -> str | None:
     else:
         with image.open("wb") as file:
             file.truncate(8 << 20)
+        maker = shutil.which("mkfs.ext4", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+        if maker is None:
+            return "mkfs.ext4 is not installed"
         made = subprocess.run(
-            ["mkfs.ext4", "-q", "-m", "0", str(image)], capture_output=True, text=True, check=False
+            [maker, "-q", "-m", "0", str(image)], capture_output=True, text=True, check=False
         )
         if made.returncode:
             return f"mkfs.ext4: {made.stderr.strip()}"

@@ -60,7 +60,7 @@ def scale_run(case: dict) -> dict:
     result = {"log2_scale": [], "hysteresis": [], "raised": None}
     for step, mark in enumerate(case["pattern"]):
         try:
-            scaler.update_scale(mark == "X")
+            scaler.update_scale(overflow=mark == "X")
         except loss_scaler.LossScaleError:
             result["raised"] = {"at": step, "error": "Exception"}
             break

@@ -4,7 +4,7 @@ from zero.config.autos import hidden_size_of
 from zero.config.batch import BatchTriple, resolve_batch
 from zero.config.config import ZeroConfig
 from zero.config.loading import ConfigWarning, load_config
-from zero.config.preflight import PreflightReport, PreflightWarning, preflight
+from zero.config.swap_directory import PreflightReport, PreflightWarning, preflight
 from zero.errors import ConfigError
 
 __all__ = [

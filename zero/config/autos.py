@@ -8,8 +8,9 @@ from typing import Any
 
 from zero.config.keys import Auto, KeyFacts, Section, facts_of
 from zero.config.models import Document
+from zero.config.other_values import ByteSize, Free
 from zero.config.param_models import params_section
-from zero.config.values import ByteSize, Choice, Free, shown
+from zero.config.values import Choice, shown
 
 WRITTEN = "written"
 UNRESOLVED = '"auto", not resolved'
@@ -39,7 +40,7 @@ class _Resolver:
                     self.visit(entry, facts.section, f"{path}.")
 
     def _resolve(self, document: dict[str, Any], name: str, facts: KeyFacts) -> None:
-        if _takes_auto_itself(facts):
+        if takes_auto_itself(facts):
             self.origins[facts.path] = '"auto": the machine'
             return
         if facts.auto is None:
@@ -96,7 +97,7 @@ def hidden_size_of(model: object) -> int | None:
             return size
         sizes = getattr(holder, "hidden_sizes", None)
         if isinstance(sizes, list | tuple) and sizes:
-            return max(sizes)
+            return max(int(size) for size in sizes)
     return None
 
 
@@ -145,7 +146,7 @@ def _objects(value: object, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{path}[{position}]", entry
 
 
-def _takes_auto_itself(facts: KeyFacts) -> bool:
+def takes_auto_itself(facts: KeyFacts) -> bool:
     """Say whether "auto" is a value like another for this kind."""
     match facts.kind:
         case ByteSize(auto=True) | Free():

@@ -8,11 +8,7 @@ from zero.config.values import shown
 
 def cross_check(config: ZeroConfig, notices: list[str]) -> list[str]:
     """Return the contradictions of a configuration; append what is merely worth knowing."""
-    return [
-        *_precision(config),
-        *_nvme(config, notices),
-        *_block_size(config),
-    ]
+    return [*_precision(config), *_nvme(config, notices)]
 
 
 def _precision(config: ZeroConfig) -> list[str]:
@@ -58,14 +54,3 @@ def _nvme(config: ZeroConfig, notices: list[str]) -> list[str]:
     if len({entry.path for entry in paths}) != len(paths):
         problems.append("tiers.nvme: names one directory twice; keep one entry for each")
     return problems
-
-
-def _block_size(config: ZeroConfig) -> list[str]:
-    if config.aio is None or config.aio.block_size % 4096 == 0:
-        return []
-    size = config.aio.block_size
-    nearest = max(1, round(size / 4096)) * 4096
-    return [
-        f"aio.block_size: must be a multiple of 4096 for direct transfers, got {size}; the nearest "
-        f"is {nearest}"
-    ]

@@ -10,8 +10,9 @@ from zero.config.autos import UNRESOLVED, WRITTEN
 from zero.config.batch import MICRO, STEPS, TOTAL
 from zero.config.config import ZeroConfig
 from zero.config.keys import KeyFacts, Section, Standing, facts_of
+from zero.config.other_values import ByteSize
 from zero.config.param_models import params_section
-from zero.config.values import ByteSize, plain
+from zero.config.values import plain
 
 DEFAULT = "default"
 _SHOWN_BY_DEFAULT = frozenset(

@@ -14,11 +14,12 @@ from zero.config.autos import UNRESOLVED, WRITTEN, resolve_autos
 from zero.config.checks import cross_check
 from zero.config.config import ZeroConfig
 from zero.config.keys import KeyFacts, Section, Standing, facts_of
+from zero.config.other_values import Free
 from zero.config.param_models import params_section
-from zero.config.problems import problem_text
+from zero.config.problems import dotted, problem_text
 from zero.config.source import read_source
 from zero.config.torch_schedules import torch_schedule_problems
-from zero.config.values import Free, shown
+from zero.config.values import plain, shown
 from zero.errors import ConfigError
 
 Model = TypeVar("Model", bound=Section)
@@ -75,10 +76,11 @@ def _validate(
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        problems += [
-            problem_text(model, prefix, entry)
-            for entry in error.errors(include_url=False, include_input=True)
-        ]
+        told = {problem.partition(":")[0] for problem in problems}
+        for entry in error.errors(include_url=False, include_input=True):
+            path = prefix + dotted(entry["loc"])
+            if entry["type"] != "missing" or path not in told:  # a refused "auto" was taken out
+                problems.append(problem_text(model, prefix, entry))
         return None
 
 
@@ -97,9 +99,11 @@ def _validate_params(
         prefix = f"{owner}.params."
         section = params_section(owner, entry["type"])
         if section is not None:
-            found: list[str] = []
+            found = list(problems)
             result.append((prefix, _validate(section, params, prefix, found)))
-            problems += [text for text in found if not _is_unresolved(text, origins)]
+            problems += [
+                text for text in found[len(problems) :] if not _is_unresolved(text, origins)
+            ]
         elif owner == "scheduler":
             problems += torch_schedule_problems(entry["type"], params)
     return result
@@ -159,9 +163,10 @@ def _is_nothing(value: object) -> bool:
 
 
 def _plain_value(value: object) -> object:
-    return (
-        value.model_dump(mode="json", exclude_unset=True) if isinstance(value, Section) else value
-    )
+    """Return what was written, also of a whole section."""
+    if isinstance(value, Section):
+        return {name: _plain_value(getattr(value, name)) for name in value.model_fields_set}
+    return plain(value)
 
 
 def written_paths(value: object, path: str = "") -> Iterator[str]:

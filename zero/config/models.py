@@ -8,17 +8,8 @@ from typing import Annotated, Any
 from zero.config import other_models as other
 from zero.config.keys import Auto, Section, detail, key, no_effect, refused
 from zero.config.names import OPTIMIZERS
-from zero.config.values import (
-    ByteSize,
-    Choice,
-    FolderPath,
-    Free,
-    Integer,
-    Number,
-    Parameters,
-    Switch,
-    Text,
-)
+from zero.config.other_values import ByteSize, FolderPath, Free, Parameters, Text
+from zero.config.values import Choice, Integer, Number, Switch
 from zero.config.zero_models import ZeroOptimization
 
 ELEMENTS = ("fp32", "fp16", "bf16")
@@ -74,8 +65,8 @@ class Aio(Section):
     engine: Annotated[
         str, Choice(words=("auto", "threads", "python"), later=("io_uring", "kernel_aio"))
     ] = key("which engine moves bytes (ours)", default="auto", auto=Auto.MACHINE)
-    block_size: Annotated[int, Integer(minimum=4096, maximum=1 << 30)] = key(
-        "bytes of one request, a multiple of 4096", default=1 << 20
+    block_size: Annotated[int, Integer(minimum=4096, maximum=1 << 30, multiple_of=4096)] = key(
+        "bytes of one request", default=1 << 20
     )
     queue_depth: Annotated[int, Integer(minimum=1, maximum=65536)] = key(
         "requests in flight (the field's default is 8)", default=32

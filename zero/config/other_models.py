@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from zero.config.keys import Section, detail, no_effect, refused
-from zero.config.values import Choice, Free, Integer, Switch
+from zero.config.other_values import Free
+from zero.config.values import Choice, Integer, Switch
 
 _NO_MONITOR = "this version writes no monitor files; engine.memory_report() has the numbers"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 from zero.config.keys import Auto, Section, key, no_effect, refused
-from zero.config.values import Choice, Integer, Number, Numbers, Rates, Switch
+from zero.config.other_values import Numbers, Rates
+from zero.config.values import Choice, Integer, Number, Switch
 
 _RATE = Number()
 _BETA = Number(maximum=1.0, below_maximum=True)

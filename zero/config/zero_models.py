@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from zero.config.keys import Auto, Section, detail, key, no_effect, refused
-from zero.config.values import Choice, FolderPath, Free, Integer, Number, Switch, TextList
+from zero.config.other_values import FolderPath, Free, TextList
+from zero.config.values import Choice, Integer, Number, Switch
 
 DEVICES = ("none", "cpu", "nvme")
 
