@@ -93,7 +93,7 @@ class _Mapping:
             raise last_error(f"munmap of {size_bytes} bytes")
 
     def __del__(self) -> None:
-        # A forked child does not have the mapping (MADV_DONTFORK); something else may be there.
+        # A forked child may not have the mapping (MADV_DONTFORK); something else may be there.
         if self.address and os.getpid() == self._process_id:
             self._unmap(self.address, self.size_bytes)
 
@@ -101,12 +101,13 @@ class _Mapping:
 class HostArena:
     """Host memory of one exact size, mapped at once and carved into spans.
 
-    It is on 2 MiB pages where the kernel allows (the largest lever on direct I/O rates), and it is
-    not inherited by forked children, so that a fork during direct I/O cannot move its pages. A
-    child must not touch it. Memory is never given back to the arena: carve once, then reuse.
+    It is on 2 MiB pages where the kernel allows (the largest lever on direct I/O rates). Memory
+    that transfers use is not inherited by forked children, so that a fork during direct I/O cannot
+    move its pages, and a child must not touch it; `inherited` memory is, and must not be used for
+    transfers. Memory is never given back to the arena: carve once, then reuse.
     """
 
-    def __init__(self, size_bytes: int, *, hugepages: bool = True) -> None:
+    def __init__(self, size_bytes: int, *, hugepages: bool = True, inherited: bool = False) -> None:
         if size_bytes <= 0:
             raise ValueError(f"an arena needs at least one byte, {size_bytes} were asked for")
         page_bytes = os.sysconf("SC_PAGE_SIZE")
@@ -114,7 +115,8 @@ class HostArena:
         self.used_bytes = 0
         huge = hugepages and self.size_bytes >= _HUGEPAGE_BYTES
         mapping = _Mapping(self.size_bytes, _HUGEPAGE_BYTES if huge else page_bytes)
-        mapping.advise(_MADV_DONTFORK)
+        if not inherited:
+            mapping.advise(_MADV_DONTFORK)
         self.hugepages = huge and _try_hugepages(mapping)
         self._mapping: _Mapping | None = mapping
 

@@ -2,8 +2,10 @@
 
 import errno
 import functools
+import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ from aio_ops.memory import Span, align_up
 from aio_ops.transfer import Operation, Outcome, Ticket, Transfer, TransferFile
 
 _AGAIN_LIMIT = 1000
+_SIGNAL_INTERVAL_S = 0.1
 _ENDED_EARLY = "the file ended early"
 
 MoveOnce = Callable[[int, memoryview, int], int]
@@ -120,7 +123,7 @@ class PythonEngine(Engine):
         """Wait until nothing is in flight; failures stay with their tickets."""
         self._require_same_process()
         with self._changed:
-            self._changed.wait_for(lambda: not self._active)
+            self._wait_until(lambda: not self._active)
 
     def _start_threads(self) -> None:
         """Start every thread now, so that a submit cannot fail for want of one."""
@@ -151,7 +154,7 @@ class PythonEngine(Engine):
         move_once = _read_once if transfer.operation is Operation.READ else _write_once
         progress = _Progress(transfer, blocks, move_once)
         with self._changed:
-            self._changed.wait_for(lambda: len(self._active) < self._queue_depth)
+            self._wait_until(lambda: len(self._active) < self._queue_depth)
             self._require_usable()
             self._active.add(progress)
             for _ in range(min(len(blocks), self._thread_count)):
@@ -180,7 +183,16 @@ class PythonEngine(Engine):
     def _advance(self, transfer: Transfer, timeout_s: float | None) -> None:
         self._require_same_process()
         with self._changed:
-            self._changed.wait_for(lambda: transfer.outcome is not None, timeout_s)
+            self._wait_until(lambda: transfer.outcome is not None, timeout_s)
+
+    def _wait_until(self, holds: Callable[[], bool], timeout_s: float | None = None) -> None:
+        """Wait in slices: a signal that arrives just before a lock blocks is only seen after it."""
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self._changed.wait_for(
+            holds, min(_SIGNAL_INTERVAL_S, deadline - time.monotonic())
+        ):
+            if time.monotonic() >= deadline:
+                return
 
     def _stop(self) -> None:
         self._pool.shutdown(wait=True)

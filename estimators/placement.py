@@ -96,8 +96,8 @@ def plan_slots(request: PlacementRequest, host_bytes: int) -> SlotPlan:
     if size < smallest:
         raise PlanError(
             f"host_memory gives this rank {host_bytes} bytes, but the smallest staging slot of this"
-            f" model needs {smallest}; set tiers.host_memory to at least"
-            f" {smallest * 2} bytes a rank"
+            f" model needs {smallest}; set tiers.host_memory to at least {smallest} bytes a rank,"
+            " better several times that"
         )
     return SlotPlan(1, size)
 

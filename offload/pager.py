@@ -176,7 +176,7 @@ class Pager:
         """Wait for the engine and forget all slots; never raises for a transfer."""
         self._engine.drain()
         self._write_order.clear()
-        self.fail("it was closed")
+        self.fail("its engine was destroyed")
 
     def _check(self) -> None:
         if self.state is PagerState.FAILED:

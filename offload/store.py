@@ -52,17 +52,22 @@ class Store:
         """Sub-groups whose state on NVMe was ever written; the others' is zero and is not read."""
         self._has_gradient = [False] * len(plan.request.segments)
         self._failure: str | None = None
+        self.is_closed = False
         self._file = None
         self.pager: Pager | None = None
         if plan.swap_file_bytes:
             if parts.directory is None:
                 raise ValueError(f"the plan needs {plan.swap_file_bytes} bytes of NVMe but no path")
             self._file = self._engine.create_file(parts.directory, plan.swap_file_bytes)
-        self.device_arena = HostArena(max(_resident_bytes(plan, Tier.DEVICE), 1))
-        self.host_arena = HostArena(max(plan.host_bytes, 1))
+        # Only slots take part in transfers; a forked DataLoader worker may read what is resident.
+        self.device_arena, self.host_arena = (
+            HostArena(max(_resident_bytes(plan, tier), 1), inherited=True)
+            for tier in (Tier.DEVICE, Tier.HOST)
+        )
+        self.slot_arena = HostArena(max(plan.slots.total_bytes, 1))
         self._allocate_resident()
         if self._file is not None:
-            slots = carve_slots(self.host_arena, plan.slots)
+            slots = carve_slots(self.slot_arena, plan.slots)
             self.pager = Pager(self._engine, self._file, slots, self.ledger)
 
     # Parameters
@@ -164,7 +169,8 @@ class Store:
             self._require_pager().release(slot)
 
     def close(self) -> None:
-        """Wait for what is in flight and give everything back."""
+        """Wait for what is in flight and give everything back; safe to call twice."""
+        self.is_closed = True
         if self.pager is not None:
             self.pager.close()
         self._engine.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from aio_ops import Engine
+from estimators import SegmentSpec
 from offload import Ledger, Store, StoreParts, load_kernels
 from zero import machine
 from zero.comm import Communicator
@@ -24,6 +26,8 @@ def build_runtime(
     blueprint: Blueprint, io: Engine, communicator: Communicator, init_fn: InitFunction | None
 ) -> Runtime:
     """Allocate what the plan says and move the model's values there."""
+    model = describe_model(blueprint.plan.memory.request.segments)
+    communicator.agree(model, "zero.initialize with a model of its own")
     kernels = load_kernels(thread_count=machine.thread_count(communicator.local_world_size))
     plan = blueprint.plan
     store = Store(plan.memory, StoreParts(io, plan.nvme_path, kernels, Ledger()))
@@ -56,6 +60,11 @@ def build_runtime(
         raise
     runtime.scheduler.install()
     return runtime
+
+
+def describe_model(segments: Sequence[SegmentSpec]) -> int:
+    """Return a number that ranks with the same model share."""
+    return int.from_bytes(hashlib.blake2b(repr(segments).encode(), digest_size=7).digest())
 
 
 def make_loader(

@@ -67,6 +67,21 @@ class Communicator:
         if self.world_size > 1 and tensor.numel():
             dist.broadcast(tensor, source)
 
+    def agree(self, number: int, what: str) -> None:
+        """Check that all ranks are about to do the same thing, before they mix its bytes.
+
+        Raises:
+            RuntimeError: if another rank brings another number.
+        """
+        if self.world_size == 1:
+            return
+        numbers = self.gather_rows(torch.tensor([number])).reshape(-1).tolist()
+        if any(other != number for other in numbers):
+            raise RuntimeError(
+                f"rank {self.rank} is at {what} (number {number}), but the ranks are at numbers"
+                f" {numbers}: all ranks must use the same parts of the model in the same order"
+            )
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:

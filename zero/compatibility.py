@@ -57,6 +57,8 @@ def initialize(
     """
     if model is None:
         raise ConfigError("zero.initialize needs a model")
+    if isinstance(model, ZeroEngine):
+        raise ConfigError("this model is an engine already; pass the model itself")
     source = config if config is not None else getattr(args, "deepspeed_config", None)
     if source is None:
         raise ConfigError("no configuration: pass config=, or args with deepspeed_config")

@@ -15,6 +15,8 @@ from torch import nn
 
 from offload import Ledger, update, write_parameters
 from zero.errors import ConfigError
+from zero.hooks import ModuleHook
+from zero.integrity import check_model, managed_parameters
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Plan
@@ -64,12 +66,14 @@ class ZeroEngine(nn.Module):
         self._grad_norm: float | None = None
         self._destroyed = False
         self._owns_group = owns_group
-        runtime.scheduler.on_backward_end = self._count_micro_batch
-        runtime.scheduler.on_backward_failure = self._restart_window
+        self._managed = {id(each): name for name, each in managed_parameters(runtime).items()}
+        # No part holds the engine: it is given back as soon as its user drops it.
+        runtime.scheduler.on_backward_end = ModuleHook(self._count_micro_batch)
+        runtime.scheduler.on_backward_failure = ModuleHook(self._restart_window)
         if optimizer is not None:
-            optimizer.attach(self.step, self._restart_window)
+            optimizer.attach(ModuleHook(self.step), ModuleHook(self._restart_window))
         self._finalizer = weakref.finalize(self, runtime.store.close)
-        self._forward_hook = module.register_forward_pre_hook(self._note_forward)
+        self._forward_hook = module.register_forward_pre_hook(ModuleHook(self._note_forward))
 
     @property
     def ledger(self) -> Ledger:
@@ -79,11 +83,19 @@ class ZeroEngine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
         self._require_alive()
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            if torch._C._current_graph_task_id() == -1:
+                # torch runs no hooks for KeyboardInterrupt
+                self._runtime.scheduler.recover(announce=False)
+            raise
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Run backward on `loss`, scaled by the accumulation steps; a plain `loss.backward()`
         works too and is not scaled.
+
+        If it fails, the gradients of the whole accumulation window are dropped.
 
         Raises:
             ConfigError: if the engine has no optimizer.
@@ -95,7 +107,11 @@ class ZeroEngine(nn.Module):
                 " to zero.initialize or add an optimizer section to the configuration"
             )
         scaled = self.scale(loss / self.gradient_accumulation_steps())
-        scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+        try:
+            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._runtime.scheduler.recover(announce=False)
+            raise
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -117,6 +133,7 @@ class ZeroEngine(nn.Module):
         if self.optimizer is None:
             raise ConfigError("this engine has no optimizer; it cannot step")
         self._runtime.scheduler.recover()
+        check_model(self.module, self._managed, self._runtime.segments)
         if self._micro_batches < self.gradient_accumulation_steps():
             return
         reducer = self._runtime.reducer
@@ -133,6 +150,11 @@ class ZeroEngine(nn.Module):
         self.loss_scaler.update_scale(not math.isfinite(norm), reducer.not_finite)
         if self.lr_scheduler is not None and math.isfinite(norm):
             self.lr_scheduler.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  torch's own
+        """Drop the gradients accumulated so far."""
+        super().zero_grad(set_to_none=set_to_none)
+        self._restart_window()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Tell whether the next `step()` will update, counting a micro-batch that is under way."""
@@ -195,7 +217,6 @@ class ZeroEngine(nn.Module):
         scalars = optimizer.scalars(self._updates + 1, coefficient / self.loss_scaler.cur_scale)
         segments = self._runtime.segments
         for segment in segments:
-            segment.check_trainability()
             if segment.is_in_place and segment.changed():  # [Note: whoever writes a parameter ...]
                 segment.collect_strays()
                 masters = segment.flat.float().clone().numpy()
@@ -235,8 +256,7 @@ class ZeroEngine(nn.Module):
 
     def _note_forward(self, _module: nn.Module, _args: Any) -> None:
         """Remember that a micro-batch is under way."""
-        if torch._C._current_graph_task_id() == -1:
-            self._runtime.scheduler.recover()
+        self._runtime.scheduler.recover_if_idle()
         if torch.is_grad_enabled():
             self._forward_pending = self._window_saw_forward = True
 

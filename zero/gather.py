@@ -42,9 +42,24 @@ class GatheredParameters:
         for parameter in chosen:
             reference = getattr(parameter, REFERENCE_ATTRIBUTE, None)
             if isinstance(reference, ParameterReference):
-                runtime, unit = reference.owner
+                runtime = reference.owner()
+                if runtime is None or runtime.store.is_closed:
+                    raise RuntimeError(
+                        f"the engine of parameter {reference.name} is destroyed or gone, and the"
+                        " sharded values with it"
+                    )
+                unit = runtime.units[reference.unit_index]
                 if all(unit is not other for _, other in self._units):
                     self._units.append((runtime, unit))
+        for runtime, _ in self._units:
+            if (
+                modifier_rank is not None
+                and not 0 <= modifier_rank < runtime.communicator.world_size
+            ):
+                raise ValueError(
+                    f"modifier_rank {modifier_rank} is not a rank of a world of"
+                    f" {runtime.communicator.world_size}"
+                )
         self._units.sort(key=lambda pair: pair[1].index)
 
     def __enter__(self) -> Self:

@@ -17,6 +17,7 @@ from offload import Kernels, Ledger, Store, array_at, tensor_span
 from offload.arrays import torch_dtype
 from offload.ledger import Activity
 from zero.comm import Communicator
+from zero.hooks import ModuleHook
 from zero.unit import Segment
 
 
@@ -34,7 +35,9 @@ class GradientReducer:
         self._ledger: Ledger = store.ledger
         self._kernels = kernels
         self._communicator = communicator
+        self._all_segments = tuple(segments)
         self._segments = [segment for segment in segments if segment.spec.trainable]
+        self._on_arrival: Callable[[], None] | None = None
         self._scratch: dict[int, torch.Tensor] = {}
         self._arrived: dict[int, set[int]] = {}
         parameter_count = 1 + max(
@@ -47,27 +50,30 @@ class GradientReducer:
         self._not_finite: list[str] = []
 
     def register(self, on_arrival: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
-        """Hook every trainable parameter; `on_arrival` runs at each gradient, inside backward."""
+        """Hook every parameter that gets gradients; `on_arrival` runs at each, inside backward.
+
+        Gradients that no optimizer asks for are dropped as they arrive.
+        """
+        self._on_arrival = on_arrival
         handles = []
-        for segment in self._segments:
+        for segment in self._all_segments:
             for position, member in enumerate(segment.members):
-
-                def collect(
-                    parameter: torch.Tensor, segment: Segment = segment, position: int = position
-                ) -> None:
-                    on_arrival()
-                    self._collect(segment, position, parameter)
-
+                if not member.parameter.requires_grad:
+                    continue
+                collect = ModuleHook(self._arrive, segment, position)
                 handle = member.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
                 handles.append(handle)
         return handles
 
-    def flush(self) -> None:
+    def flush(self, segments: Sequence[Segment] | None = None) -> None:
         """Reduce what has arrived and is not reduced yet, in segment order.
 
         Every rank must have used the same parameters, as the reduction is a collective.
+
+        Args:
+            segments: the segments to look at; all of them by default.
         """
-        for segment in self._segments:
+        for segment in self._segments if segments is None else segments:
             if segment.index in self._scratch:
                 self._reduce(segment)
 
@@ -103,6 +109,14 @@ class GradientReducer:
         """Parameters whose gradient, on any rank, was not finite at the last `global_norm`."""
         return self._not_finite
 
+    def _arrive(self, segment: Segment, position: int, parameter: torch.Tensor) -> None:
+        if not segment.spec.trainable:
+            parameter.grad = None
+            return
+        if self._on_arrival is not None:
+            self._on_arrival()
+        self._collect(segment, position, parameter)
+
     def _collect(self, segment: Segment, position: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         parameter.grad = None
@@ -113,8 +127,8 @@ class GradientReducer:
             scratch = torch.zeros(
                 segment.layout.padded_numel, dtype=torch_dtype(segment.spec.gradient)
             )
-            self._scratch[segment.index] = scratch
             self._arrived[segment.index] = set()
+            self._scratch[segment.index] = scratch
         arrived = self._arrived[segment.index]
         offset, numel = segment.layout.offsets[position], segment.layout.numels[position]
         target = scratch[offset : offset + numel].view(gradient.shape)
@@ -128,10 +142,11 @@ class GradientReducer:
 
     def _reduce(self, segment: Segment) -> None:
         scratch = self._scratch.pop(segment.index)
-        self._arrived.pop(segment.index)
+        self._arrived.pop(segment.index, None)
         if not scratch.numel():
             return
         with self._ledger.timing(Activity.COLLECTIVE):
+            self._communicator.agree(segment.index, f"the gradients of unit {segment.spec.unit}")
             shard = self._communicator.reduce_scatter_in_place(scratch)
             if self._communicator.world_size > 1:
                 shard.div_(self._communicator.world_size)

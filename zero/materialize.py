@@ -68,7 +68,13 @@ def seal_units(runtime: Runtime, init_fn: InitFunction | None) -> None:
         materialize_modules(unit.module, visited, init_fn)
         for segment in unit.segments:
             seal_segment(segment, runtime.store, runtime.communicator)
-        unit.refer((runtime, unit))
+        unit.refer(runtime)
+    with torch.no_grad():
+        for buffer in runtime.units[0].module.buffers():
+            if runtime.communicator.world_size > 1:
+                values = buffer.contiguous()
+                runtime.communicator.broadcast(values, 0)
+                buffer.copy_(values)
 
 
 def _materialize_own(module: nn.Module) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
@@ -27,13 +28,50 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def __init__(self, groups: Iterable[Any], defaults: dict[str, Any]) -> None:
         super().__init__(groups, {**ADAMW_DEFAULTS, **defaults})
+        self._is_attached = False
         self._run_step: Callable[[], None] | None = None
         self._drop_gradients: Callable[[], None] | None = None
 
     def attach(self, run_step: Callable[[], None], drop_gradients: Callable[[], None]) -> None:
         """Connect the optimizer with the engine that moves its state."""
+        self._is_attached = True
         self._run_step = run_step
         self._drop_gradients = drop_gradients
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group while the optimizer is built; later its parameters would go untrained.
+
+        Raises:
+            RuntimeError: once the optimizer belongs to an engine.
+        """
+        if getattr(self, "_is_attached", False):
+            raise RuntimeError(
+                "a parameter group cannot be added after zero.initialize: it has no shards; pass"
+                " all groups as model_parameters"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refuse: the state lives on the tiers, and this version has no checkpoints.
+
+        Raises:
+            RuntimeError: always; an empty state would lose the moments without a word.
+        """
+        raise RuntimeError(
+            "optimizer.state_dict: the optimizer state lives on the tiers of the engine, and this"
+            " version has no checkpoints yet"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse, as `state_dict` does.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"optimizer.load_state_dict: a state of {len(state_dict)} entries cannot be loaded;"
+            " this version has no checkpoints yet"
+        )
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -62,20 +100,37 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return the scalars of step `step` (the first is 1), one per parameter group.
 
         Raises:
-            ValueError: if a hyper-parameter of a group cannot be used.
+            ValueError: naming the group and the hyper-parameter that cannot be used.
         """
         return [
-            AdamWScalars.from_hyperparameters(
-                lr=float(group["lr"]),
-                betas=(float(group["betas"][0]), float(group["betas"][1])),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-                step=step,
-                grad_scale=grad_scale,
-                bias_correction=bool(group.get("bias_correction", True)),
-            )
-            for group in self.param_groups
+            _group_scalars(index, group, step, grad_scale)
+            for index, group in enumerate(self.param_groups)
         ]
+
+
+def _group_scalars(index: int, group: dict[str, Any], step: int, grad_scale: float) -> AdamWScalars:
+    def number(key: str, value: Any) -> float:
+        try:
+            found = float(value)
+        except (TypeError, ValueError):
+            found = math.nan
+        if not math.isfinite(found) or found < 0:
+            raise ValueError(
+                f"param_groups[{index}][{key!r}] is {value!r}; a finite number of at least 0 is"
+                " needed"
+            )
+        return found
+
+    betas = group["betas"]
+    return AdamWScalars.from_hyperparameters(
+        lr=number("lr", group["lr"]),
+        betas=(number("betas", betas[0]), number("betas", betas[1])),
+        eps=number("eps", group["eps"]),
+        weight_decay=number("weight_decay", group["weight_decay"]),
+        step=step,
+        grad_scale=grad_scale,
+        bias_correction=bool(group.get("bias_correction", True)),
+    )
 
 
 def make_optimizer(
@@ -93,7 +148,9 @@ def make_optimizer(
         ConfigError: if the optimizer is one that this version cannot run.
     """
     if optimizer is not None:
-        return _adopt(optimizer)
+        adopted = _adopt(optimizer)
+        _check_membership(model, adopted)
+        return adopted
     if named is None:
         return None
     name = named.type_name.lower()
@@ -117,7 +174,22 @@ def make_optimizer(
     groups = list(model_parameters) if model_parameters is not None else list(_trainable(model))
     if not groups:
         raise ConfigError("the model has no trainable parameter; train without an optimizer")
-    return ZeroOptimizer(groups, defaults)
+    made = ZeroOptimizer(groups, defaults)
+    _check_membership(model, made)
+    return made
+
+
+def _check_membership(model: torch.nn.Module, optimizer: ZeroOptimizer) -> None:
+    """Refuse parameters of the optimizer that are not in the model: nothing would train them."""
+    known = {id(parameter) for parameter in model.parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise ConfigError(
+                    f"param_groups[{index}] holds a parameter (number {position}, shape"
+                    f" {tuple(parameter.shape)}) that is not in the model; only parameters of the"
+                    " model can be trained"
+                )
 
 
 def group_parameters(optimizer: ZeroOptimizer | None) -> Sequence[Sequence[torch.nn.Parameter]]:
@@ -157,4 +229,12 @@ def _adopt(optimizer: torch.optim.Optimizer) -> ZeroOptimizer:
         {key: optimizer.defaults[key] for key in ADAMW_DEFAULTS if key in optimizer.defaults},
     )
     adopted.param_groups = optimizer.param_groups
+    optimizer.register_step_pre_hook(_refuse_step)
     return adopted
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    raise RuntimeError(
+        f"this {type(optimizer).__name__} was handed to zero.initialize and has no gradients any"
+        " more; call engine.step(), or step() of the optimizer that zero.initialize returned"
+    )

@@ -8,6 +8,7 @@ freed memory.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -24,8 +25,15 @@ class ParameterReference:
 
     name: str
     unit_name: str
-    owner: Any
-    """The runtime and its unit; opaque here."""
+    owner: weakref.ref[Any]
+    """The runtime; opaque here. A model keeps no engine alive."""
+    unit_index: int
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine of the parameter can still give its values."""
+        runtime = self.owner()
+        return runtime is not None and not runtime.store.is_closed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -186,6 +194,11 @@ def _refusal(parameter: ShardedParameter | None, what: str) -> ShardedAccessErro
     name = reference.name if reference is not None else "a parameter"
     unit = reference.unit_name if reference is not None else "?"
     shape = tuple(parameter.shape) if parameter is not None else ()
+    if reference is not None and not reference.is_alive:
+        return ShardedAccessError(
+            f"{what}: parameter {name} (shape {shape}, unit {unit}) was sharded, and its engine is"
+            " destroyed or gone, and its values with it"
+        )
     return ShardedAccessError(
         f"{what}: parameter {name} (shape {shape}, unit {unit}) is sharded, its values are only in"
         " memory while its module runs; read or change it inside"

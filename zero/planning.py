@@ -148,7 +148,11 @@ def make_blueprint(
     if Tier.NVME in (request.parameter_tier, request.optimizer_tier):
         if path is None:
             raise PlanError("something is offloaded to NVMe but no path is given; set nvme_path")
-        preflight(path, memory.swap_file_bytes * local_world_size)
+        preflight(
+            path,
+            memory.swap_file_bytes * local_world_size,
+            allow_any_file_system=settings.tiers.nvme[0].allow_any_file_system,
+        )
     plan = Plan(
         memory=memory,
         nvme_path=path,

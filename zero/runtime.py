@@ -12,7 +12,7 @@ from zero.schedule import UnitScheduler
 from zero.unit import Segment, Unit
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Runtime:
     """The units of one engine, their store and their ranks."""
 

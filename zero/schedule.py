@@ -10,9 +10,13 @@ then, which covers units whose inputs need no gradient.
 
 from __future__ import annotations
 
-import functools
+import collections
+import copy
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,8 +25,13 @@ from torch import nn
 from estimators import Section, Tier
 from offload import Store
 from zero.gradients import GradientReducer
+from zero.guard import SavedTensorGuard
+from zero.hooks import ModuleHook
 from zero.order import Phase, RecordedOrder
 from zero.unit import Unit
+
+_UNTIL_NEXT_FORWARD = -2
+"""Task id of holds that a backward with `create_graph=True` needs after it has ended."""
 
 
 class UnitScheduler:
@@ -35,11 +44,13 @@ class UnitScheduler:
         self._store = store
         self._reducer = reducer
         self._order = RecordedOrder()
+        self._guard = SavedTensorGuard(self._require_for_backward)
         self._tokens: dict[int, list[object]] = {unit.index: [] for unit in units}
         self._tasks_with_callback: set[int] = set()
         self._handles: list[Any] = []
+        self._forward_thread: int | None = None
         self.on_backward_end: Callable[[], None] | None = None
-        """Called once when a backward that delivered gradients has ended."""
+        """Called when a backward that delivered gradients has ended."""
         self.on_backward_failure: Callable[[], None] | None = None
         """Called once when a backward is found to have failed."""
 
@@ -49,16 +60,12 @@ class UnitScheduler:
             if unit.moves:
                 self._handles.append(
                     unit.module.register_forward_pre_hook(
-                        functools.partial(self._before_forward, unit),
-                        prepend=True,
-                        with_kwargs=True,
+                        ModuleHook(self._before_forward, unit), prepend=True, with_kwargs=True
                     )
                 )
                 self._handles.append(
                     unit.module.register_forward_hook(
-                        functools.partial(self._after_forward, unit),
-                        with_kwargs=True,
-                        always_call=True,
+                        ModuleHook(self._after_forward, unit), with_kwargs=True, always_call=True
                     )
                 )
         if self._reducer is not None:
@@ -74,7 +81,7 @@ class UnitScheduler:
         """Unshard a unit for a `GatheredParameters` window."""
         unit.gather_depth += 1
         try:
-            unit.unshard(self._store)
+            self._unshard(unit)
         except BaseException:
             unit.gather_depth -= 1
             raise
@@ -82,77 +89,124 @@ class UnitScheduler:
     def drop(self, unit: Unit) -> None:
         """End a `GatheredParameters` window."""
         unit.gather_depth -= 1
-        self._release(unit, keep_aliases=True)
+        self._release(unit)
 
-    def recover(self) -> None:
-        """Drop what a failed backward has left behind; called outside any backward."""
+    @property
+    def _in_forward(self) -> bool:
+        return any(unit.forward_depth for unit in self.units)
+
+    def recover_if_idle(self) -> None:
+        """Drop what a failed backward has left, if no forward and no backward runs."""
+        if not self._in_forward and torch._C._current_graph_task_id() == -1:
+            self.recover()
+
+    def recover(self, *, announce: bool = True) -> None:
+        """Drop what an interrupted forward or a failed backward has left; called outside both.
+
+        Gradients of a failed backward are dropped with their window; `announce` warns of it where
+        no exception tells.
+        """
         failed = bool(self._tasks_with_callback)
         self._tasks_with_callback.clear()
         if self._reducer is not None and self._reducer.has_pending():
             failed = True
             self._reducer.abandon()
-        if failed:
+        self._guard.pop_all()
+        self._forward_thread = None
+        if failed or self._in_forward:
             self._store.reclaim()
         for unit in self.units:
-            if unit.backward_tokens:
+            if unit.backward_tokens or unit.forward_depth:
                 unit.backward_tokens.clear()
-                self._release(unit, keep_aliases=False)
-        if failed and self.on_backward_failure is not None:
+                unit.forward_depth = 0
+                self._tokens[unit.index].clear()
+                self._release(unit)
+        if failed and announce:
             warnings.warn(
                 "a backward failed; the gradients of this accumulation window are dropped",
                 RuntimeWarning,
                 stacklevel=2,
             )
+        if failed and self.on_backward_failure is not None:
             self.on_backward_failure()
 
     def _before_forward(
         self, unit: Unit, _module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> None:
-        if torch._C._current_graph_task_id() == -1:
-            self.recover()
+        if not self._in_forward:
+            self.recover_if_idle()
+            self._forward_thread = threading.get_ident()
+        elif self._forward_thread != threading.get_ident():
+            raise RuntimeError(
+                "two threads run a forward of the same engine at once; its units can be in only"
+                " one state: give each thread its turn, or its own engine"
+            )
         unit.forward_depth += 1
         token = object()
         self._tokens[unit.index].append(token)
+        self._guard.push()
         self._acquire(unit, Phase.FORWARD)
         if torch.is_grad_enabled():
             for tensor in _tensors((args, kwargs)):
                 node = tensor.grad_fn
                 if node is not None:
-                    node.register_prehook(functools.partial(self._done, unit, token))
+                    node.register_prehook(ModuleHook(self._done, unit, token))
 
     def _after_forward(
         self, unit: Unit, _module: nn.Module, _args: Any, _kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if not self._tokens[unit.index]:
-            return output  # another pre-hook failed before ours ran
+        if not self._tokens[unit.index] or self._forward_thread != threading.get_ident():
+            return output  # a pre-hook failed before ours ran, or ours refused this thread
         unit.forward_depth -= 1
         token = self._tokens[unit.index].pop()
+        self._guard.pop()
         storages = {segment.flat.untyped_storage()._cdata for segment in unit.segments}
         if any(_aliases(tensor, storages) for tensor in _tensors(output)):
             output = _cloned(output, storages)
         for tensor in _tensors(output):
             node = tensor.grad_fn
             if node is not None:
-                node.register_prehook(functools.partial(self._needed, unit, token))
-        self._release(unit, keep_aliases=not torch.is_grad_enabled())
+                node.register_prehook(ModuleHook(self._needed, unit, token))
+        self._release(unit)
         return output
 
     def _needed(self, unit: Unit, token: object, _gradients: Any) -> None:
         """Unshard for the backward of one forward instance."""
         self._queue_end_of_task()
-        unit.backward_tokens[token] = torch._C._current_graph_task_id()
+        task = torch._C._current_graph_task_id()
+        unit.backward_tokens[token] = _UNTIL_NEXT_FORWARD if torch.is_grad_enabled() else task
         self._acquire(unit, Phase.BACKWARD)
 
     def _done(self, unit: Unit, token: object, _gradients: Any) -> None:
-        """End the backward of one forward instance."""
-        if unit.backward_tokens.pop(token, None) is not None:
-            self._release(unit, keep_aliases=False)
+        """End the backward of one forward instance: its gradients have all arrived."""
+        if unit.backward_tokens.get(token, _UNTIL_NEXT_FORWARD) == _UNTIL_NEXT_FORWARD:
+            return
+        del unit.backward_tokens[token]
+        if not unit.backward_tokens and self._reducer is not None:
+            self._reducer.flush(unit.segments)
+        self._release(unit)
+
+    def _require_for_backward(self, unit: Unit) -> None:
+        """Unshard a unit that the graph has reached by another way than its output."""
+        task = torch._C._current_graph_task_id()
+        in_graph = torch.is_grad_enabled()
+        if unit.is_held and not (in_graph and task != -1):
+            return
+        self._queue_end_of_task()
+        hold = _UNTIL_NEXT_FORWARD if in_graph or task == -1 else task
+        if hold not in unit.backward_tokens.values():
+            unit.backward_tokens[object()] = hold
+        self._unshard(unit)
 
     def _acquire(self, unit: Unit, phase: Phase) -> None:
-        unit.unshard(self._store)
+        self._unshard(unit)
         predicted = self._order.visit(phase, unit.index)
         if predicted is not None:
             self._read_ahead(self.units[predicted])
+
+    def _unshard(self, unit: Unit) -> None:
+        unit.unshard(self._store)
+        self._guard.watch(unit)
 
     def _read_ahead(self, unit: Unit) -> None:
         for segment in unit.segments:
@@ -160,17 +214,20 @@ class UnitScheduler:
             if tier is Tier.NVME:
                 self._store.read_ahead_parameters(segment.index)
 
-    def _release(self, unit: Unit, *, keep_aliases: bool) -> None:
+    def _release(self, unit: Unit) -> None:
         if not unit.is_held:
-            unit.reshard(keep_aliases=keep_aliases)
+            self._guard.forget(unit)
+            unit.reshard()
 
     def _queue_end_of_task(self) -> None:
         task = torch._C._current_graph_task_id()
         if task == -1 or task in self._tasks_with_callback:
             return
+        if self._tasks_with_callback and _backward_depth() == 1:
+            self.recover()  # no backward is around this one, so the earlier one failed
         self._tasks_with_callback.add(task)
         engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(functools.partial(self._end_of_task, task))
+        engine.queue_callback(ModuleHook(self._end_of_task, task))
 
     def _end_of_task(self, task: int) -> None:
         self._tasks_with_callback.discard(task)
@@ -179,13 +236,38 @@ class UnitScheduler:
             for token in ended:
                 del unit.backward_tokens[token]
             if ended:
-                self._release(unit, keep_aliases=False)
+                self._release(unit)
         if self._tasks_with_callback:
             return  # a nested backward; the outer one reduces
         if self._reducer is not None:
             self._reducer.flush()
         if self.on_backward_end is not None:
             self.on_backward_end()
+
+
+def _backward_depth() -> int:
+    """Return how many backwards are on this thread's stack."""
+    depth = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        depth += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back
+    return depth
+
+
+def _children(item: Any) -> Iterator[Any]:
+    """Yield what a container or a plain object holds."""
+    if isinstance(item, dict):
+        yield from item.values()
+    elif isinstance(item, list | tuple | set | frozenset | collections.deque):
+        yield from item
+    if isinstance(item, nn.Module):
+        return
+    if hasattr(item, "__dict__"):
+        yield from vars(item).values()
+    for name in getattr(type(item), "__slots__", ()):
+        if hasattr(item, name):
+            yield getattr(item, name)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -196,16 +278,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         item = pending.pop()
         if isinstance(item, torch.Tensor):
             yield item
-            continue
-        if item is None or isinstance(item, str | bytes | int | float | type) or id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, dict):
-            pending.extend(item.values())
-        elif isinstance(item, list | tuple | set):
-            pending.extend(item)
-        elif hasattr(item, "__dict__") and not isinstance(item, nn.Module):
-            pending.extend(vars(item).values())
+        elif (
+            item is not None
+            and not isinstance(item, str | bytes | int | float | type)
+            and id(item) not in seen
+        ):
+            seen.add(id(item))
+            pending.extend(_children(item))
 
 
 def _aliases(tensor: torch.Tensor, storages: set[int]) -> bool:
@@ -214,13 +293,20 @@ def _aliases(tensor: torch.Tensor, storages: set[int]) -> bool:
 
 
 def _cloned(value: Any, storages: set[int]) -> Any:
-    """Return `value` with tensors on the given storages cloned, containers rebuilt."""
+    """Return `value` with tensors on the given storages cloned; containers keep their class."""
     if isinstance(value, torch.Tensor):
         return value.clone() if _aliases(value, storages) else value
-    if isinstance(value, dict):
-        return {key: _cloned(item, storages) for key, item in value.items()}
+    if not any(_aliases(tensor, storages) for tensor in _tensors(value)):
+        return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_cloned(item, storages) for item in value))
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | set | frozenset | collections.deque):
         return type(value)(_cloned(item, storages) for item in value)
-    return value
+    twin = copy.copy(value)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            twin[key] = _cloned(item, storages)
+    for name in (*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())):
+        if hasattr(value, name):
+            object.__setattr__(twin, name, _cloned(getattr(value, name), storages))
+    return twin

@@ -9,6 +9,7 @@ storage to zero frees them too, and filling it again revives them.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -89,6 +90,7 @@ class Segment:
         if self.flat.numel():
             store.read_parameters(self.index, tensor_span(self._communicator.own_slice(self.flat)))
         with ledger.timing(Activity.COLLECTIVE):
+            self._communicator.agree(self.index, f"the parameters of unit {self.spec.unit}")
             self._communicator.all_gather_in_place(self.flat)
 
     def expose(self) -> None:
@@ -99,12 +101,15 @@ class Segment:
             self._use_count = _use_count(self.flat)
         self._versions = self.versions
 
-    def hide(self, *, keep_aliases: bool) -> None:
-        """Empty the flat buffer; with `keep_aliases` whoever still views it keeps it instead."""
+    def hide(self) -> None:
+        """Empty the flat buffer; whoever still views it keeps it, and the segment takes a new one.
+
+        Autograd keeps no view of it, see [Note: saved-tensor guard], so the count is exact.
+        """
         if self.is_in_place:
             return
         storage = self.flat.untyped_storage()
-        aliased = keep_aliases and _use_count(self.flat) > self._use_count
+        aliased = _use_count(self.flat) > self._use_count
         if aliased or not storage.resizable() or any(map(self._has_strayed, self.members)):
             self._renew()
             return
@@ -120,22 +125,6 @@ class Segment:
             for member, version in zip(self.members, versions, strict=True)
             if member.parameter._version != version or self._has_strayed(member)
         ]
-
-    def check_trainability(self) -> None:
-        """Refuse a parameter that was unfrozen after the optimizer was made.
-
-        Raises:
-            RuntimeError: naming the parameter.
-        """
-        if self.spec.trainable:
-            return
-        for member in self.members:
-            if member.parameter.requires_grad and not member.is_trainable_at_start:
-                raise RuntimeError(
-                    f"parameter {member.name} was frozen when the engine was made and requires a"
-                    " gradient now; it has no optimizer state: make it trainable before"
-                    " zero.initialize, and freeze it afterwards"
-                )
 
     def collect_strays(self) -> None:
         """Copy the values of parameters that were moved off the flat buffer back into it.
@@ -177,8 +166,9 @@ class Segment:
 
     def _renew(self) -> None:
         """Give the segment a new flat buffer, empty, and make the parameters views of it."""
-        self.flat = torch.empty(self.layout.padded_numel, dtype=torch_dtype(self.spec.element))
-        self._link()
+        with torch.inference_mode(mode=False):
+            self.flat = torch.empty(self.layout.padded_numel, dtype=torch_dtype(self.spec.element))
+            self._link()
         self.flat.untyped_storage().resize_(0)
         for parameter in self.parameters:
             parameter.__class__ = ShardedParameter
@@ -236,14 +226,14 @@ class Unit:
         except BaseException:
             store.reclaim()
             for segment in self.segments:
-                segment.hide(keep_aliases=False)
+                segment.hide()
             self.move_to(UnitState.SHARDED)
             raise
         for segment in self.segments:
             segment.expose()
         self.move_to(UnitState.UNSHARDED)
 
-    def reshard(self, *, keep_aliases: bool) -> None:
+    def reshard(self) -> None:
         """Free the full parameters.
 
         Raises:
@@ -258,7 +248,7 @@ class Unit:
             for member in segment.changed()
         ]
         for segment in self.segments:
-            segment.hide(keep_aliases=keep_aliases)
+            segment.hide()
         self.move_to(UnitState.SHARDED)
         if changed:
             raise RuntimeError(
@@ -268,13 +258,13 @@ class Unit:
             )
 
     def refer(self, owner: object) -> None:
-        """Hang a reference to `owner` on the parameters of this unit."""
+        """Hang a weak reference to `owner`, the runtime, on the parameters of this unit."""
         for segment in self.segments:
             for member in segment.members:
                 setattr(
                     member.parameter,
                     REFERENCE_ATTRIBUTE,
-                    ParameterReference(member.name, self.name, owner),
+                    ParameterReference(member.name, self.name, weakref.ref(owner), self.index),
                 )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from estimators import ElementType, SegmentSpec
 from zero.errors import ConfigError
+from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference, ShardedParameter
 
 ROOT_NAME = "<root>"
 
@@ -87,25 +90,12 @@ def form_units(
     """
     _check_shared_memory(model)
     blocks = find_blocks(model)
-    owner_of_module = {
-        id(module): index
-        for index, (_, block) in enumerate(blocks, start=1)
-        for module in block.modules()
-    }
-    owners: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(owner_of_module.get(id(module), 0))
+    owners = _owners(model, [block for _, block in blocks])
     group_of = {id(each): index for index, group in enumerate(groups) for each in group}
     members: list[list[ManagedParameter]] = [[] for _ in range(len(blocks) + 1)]
     for order, (name, parameter) in enumerate(model.named_parameters()):
-        if not parameter.is_floating_point():
-            continue  # quantised weights stay as they are, resident
-        if parameter.device.type not in ("cpu", "meta"):
-            raise ConfigError(
-                f"parameter {name} is on {parameter.device}; this version trains on the CPU: move"
-                " the model there, or build it on meta"
-            )
+        if not _is_managed(name, parameter):
+            continue
         units = owners[id(parameter)]
         members[units.copy().pop() if len(units) == 1 else 0].append(
             ManagedParameter(
@@ -123,6 +113,54 @@ def form_units(
         for index, (name, module) in enumerate(named)
         if members[index] or index == 0
     ]
+
+
+def _owners(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, set[int]]:
+    """Return the units (0 is the root) whose modules hold each parameter, by its id."""
+    units_of_module: dict[int, set[int]] = {}
+    for index, block in enumerate(blocks, start=1):
+        for module in block.modules():
+            units_of_module.setdefault(id(module), set()).add(index)
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        units = units_of_module.get(id(module), {0})
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).update(units)
+    return owners
+
+
+def _is_managed(name: str, parameter: nn.Parameter) -> bool:
+    """Tell whether a parameter is sharded; one that is not must not need training.
+
+    Raises:
+        ConfigError: if it would silently not be trained, or cannot be read.
+    """
+    if isinstance(parameter, UninitializedParameter):
+        raise ConfigError(f"parameter {name} has no shape yet; run the lazy module once first")
+    reference = getattr(parameter, REFERENCE_ATTRIBUTE, None)
+    if isinstance(reference, ParameterReference) and reference.is_alive:
+        raise ConfigError(
+            f"parameter {name} already belongs to an engine; destroy that engine first, or build"
+            " the model anew"
+        )
+    if type(parameter) is ShardedParameter:
+        raise ConfigError(
+            f"parameter {name} was sharded by an engine that is gone, and its values with it; build"
+            " the model anew"
+        )
+    if parameter.device.type not in ("cpu", "meta"):
+        raise ConfigError(
+            f"parameter {name} is on {parameter.device}; this version trains on the CPU: move"
+            " the model there, or build it on meta"
+        )
+    if type(parameter) is nn.Parameter and parameter.is_floating_point():
+        return True
+    if parameter.requires_grad:
+        raise ConfigError(
+            f"parameter {name} is a {type(parameter).__name__} of {parameter.dtype}; this version"
+            " trains plain floating-point parameters: freeze it, or replace it by a plain one"
+        )
+    return False  # quantised weights and the like stay as they are, resident
 
 
 def _segments(
@@ -165,14 +203,26 @@ def _element_of(name: str, parameter: nn.Parameter) -> ElementType:
 
 def _check_shared_memory(model: nn.Module) -> None:
     """Refuse two parameters on the same memory: sharding would untie them without a word."""
-    seen: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta or not parameter.numel() or type(parameter) is not nn.Parameter:
-            continue
-        storage = parameter.untyped_storage().data_ptr()
-        if storage in seen:
+    ranges = sorted(
+        (parameter.data_ptr(), parameter.data_ptr() + _extent_bytes(parameter), name)
+        for name, parameter in model.named_parameters()
+        if type(parameter) is nn.Parameter
+        and not isinstance(parameter, UninitializedParameter)
+        and not parameter.is_meta
+        and parameter.numel()
+    )
+    for (_, end, first), (start, _, second) in itertools.pairwise(ranges):
+        if start < end:
             raise ConfigError(
-                f"parameters {seen[storage]} and {name} share memory but are two objects; tie them"
-                f" by assigning the same Parameter, or give {name} memory of its own (clone)"
+                f"parameters {first} and {second} share memory but are two objects; tie them by"
+                f" assigning the same Parameter, or give {second} memory of its own (clone)"
             )
-        seen[storage] = name
+
+
+def _extent_bytes(parameter: torch.Tensor) -> int:
+    """Return the bytes from the first to the last element."""
+    last = sum(
+        (size - 1) * stride
+        for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+    )
+    return (last + 1) * parameter.element_size()

@@ -125,8 +125,6 @@ class OwningEngine {
   }
 
   void close() {
-    engine_->refuse_more();
-    drain();
     const nb::gil_scoped_release released;
     engine_->close();
   }

@@ -209,11 +209,7 @@ void ThreadEngine::refuse_more() {
 
 void ThreadEngine::close() {
   refuse_more();
-  {
-    std::unique_lock lock(state_->mutex);
-    state_->transfer_done.wait(lock, [this] { return state_->in_flight == 0; });
-  }
-  state_->stop();
+  state_->stop();  // threads end only when the queue is empty
 }
 
 void ThreadEngine::work(State& state) noexcept {

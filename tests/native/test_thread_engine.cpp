@@ -131,6 +131,7 @@ int error_of(const Call& call) {
   } catch (const std::system_error& error) {
     return error.code().value();
   }
+  return 0;
 }
 
 int64_t move_all(const Block& block) {
@@ -311,8 +312,7 @@ void transfers_complete_one_by_one() {
   CHECK(engine.in_flight() == 1);
   gate.open();
   CHECK(engine.wait(*held, kForever));
-  CHECK(engine.drain(kForever));
-  CHECK(engine.in_flight() == 0);
+  CHECK(engine.drain(kForever) && engine.in_flight() == 0);
 }
 
 void a_full_queue_is_an_answer() {
@@ -439,14 +439,13 @@ void signals_stay_with_the_caller() {
 
 void many_threads_share_one_engine() {
   constexpr uint64_t kThreads = 4;
-  constexpr uint64_t kRounds = 60;
   constexpr uint64_t kExtent = 3 * kSector;
   TemporaryFile file(kThreads * kExtent);
   ThreadEngine engine({3, kSector, 3});
   std::vector<std::thread> threads;
   for (unsigned owner = 0; owner < kThreads; ++owner) {
     threads.emplace_back([&, owner] {
-      for (unsigned round = 0; round < kRounds; ++round) {
+      for (unsigned round = 0; round < 60; ++round) {
         Bytes source = pattern(kExtent, owner * 1000 + round);
         Bytes target(kExtent);
         Block out = block_of(source, Operation::kWrite, file.descriptor());

@@ -1,0 +1,42 @@
+"""Hooks that can hang on a user's modules: they keep no engine alive, and copy as nothing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+class ModuleHook:
+    """Calls a method of an engine's part as long as that part lives.
+
+    A model that is copied or pickled takes no engine along: the hook of the copy does nothing.
+    """
+
+    def __init__(self, method: Callable[..., Any], *arguments: Any) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._arguments = arguments
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the method with the bound arguments, then these."""
+        method = self._method()
+        if method is None:
+            raise RuntimeError(
+                "the engine of this model is gone, and with it the values of its sharded"
+                " parameters; keep the engine as long as the model is used"
+            )
+        return method(*self._arguments, *arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return do_nothing
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _nothing_hook, ()
+
+
+def do_nothing(*_: Any) -> None:
+    """Be the hook of a copied model."""
+
+
+def _nothing_hook() -> Callable[..., None]:
+    return do_nothing
