@@ -1,6 +1,11 @@
-from typing import overload
-
-from offload.kernels import AdamWScalars, Bf16Bits, Fp32Array, ResidualArray
+from offload.kernels import (
+    AdamWScalars,
+    Bf16Bits,
+    FloatArray,
+    Fp16Array,
+    Fp32Array,
+    ResidualArray,
+)
 
 def adamw_fp32(
     param: Fp32Array,
@@ -13,16 +18,16 @@ def adamw_fp32(
 def adamw_exact(
     param: Bf16Bits,
     residual: ResidualArray,
-    grad: Bf16Bits,
+    grad: Bf16Bits | Fp32Array,
     exp_avg: Fp32Array,
     exp_avg_sq: Fp32Array,
     scalars: AdamWScalars,
     thread_count: int,
 ) -> None: ...
 def adamw_master(
-    param: Bf16Bits,
+    param: Bf16Bits | Fp16Array,
     master: Fp32Array,
-    grad: Bf16Bits,
+    grad: FloatArray,
     exp_avg: Fp32Array,
     exp_avg_sq: Fp32Array,
     scalars: AdamWScalars,
@@ -34,7 +39,5 @@ def split_master(
 def join_master(
     param: Bf16Bits, residual: ResidualArray, master: Fp32Array, thread_count: int
 ) -> None: ...
-@overload
-def sum_squares(values: Fp32Array, first_index: int, thread_count: int) -> float: ...
-@overload
-def sum_squares(values: Bf16Bits, first_index: int, thread_count: int) -> float: ...
+def round_to_fp16(master: Fp32Array, out: Fp16Array, thread_count: int) -> None: ...
+def sum_squares(values: FloatArray, first_index: int, thread_count: int) -> float: ...

@@ -17,6 +17,9 @@ that comes out as NaN is stored as 0x7FC00000. Splitting a master that is NaN ke
 `bits = (param << 16) + sign_extend(residual)`: a bijection on all patterns but NaNs, which are
 made quiet first.
 
+[Note: fp16] An fp16 parameter is its fp32 master rounded to nearest, ties to even, as IEEE and
+numpy round: subnormals are kept, 65520 and beyond are infinite, a NaN is 0x7E00 with its sign.
+
 [Note: block norm] Squares are summed over fixed blocks of 4096 logical elements, in each over 64
 lanes by index, in fp64; the lanes are folded by halves and the blocks added in order. So a norm
 does not depend on threads, nor on where the memory lies.
@@ -41,10 +44,14 @@ else:
     _native_import_error = None
 
 Fp32Array: TypeAlias = npt.NDArray[np.float32]
+Fp16Array: TypeAlias = npt.NDArray[np.float16]
 Bf16Bits: TypeAlias = npt.NDArray[np.uint16]
 ResidualArray: TypeAlias = npt.NDArray[np.int16]
 KernelKind: TypeAlias = Literal["auto", "native", "numpy"]
-ArrayAndType: TypeAlias = tuple[npt.NDArray[Any], type[np.generic]]
+# The type of an element, or those that it may have; an array and what it must hold.
+ElementTypes: TypeAlias = type[np.generic] | tuple[type[np.generic], ...]
+ArrayAndTypes: TypeAlias = tuple[npt.NDArray[Any], ElementTypes]
+FloatArray: TypeAlias = Fp32Array | Bf16Bits | Fp16Array
 
 BLOCK_NUMEL = 4096
 LANE_COUNT = 64
@@ -119,7 +126,8 @@ class AdamWScalars:
 class Kernels(Protocol):
     """Kernels on 1-D contiguous arrays; bf16 travels as uint16 bits, a residual as int16.
 
-    A wrong type raises TypeError; a wrong length, layout or overlap raises ValueError.
+    Gradients of 16-bit parameters have the type of the parameters or are fp32. A wrong type raises
+    TypeError; a wrong length, layout or overlap raises ValueError.
     """
 
     @property
@@ -140,7 +148,7 @@ class Kernels(Protocol):
         self,
         param: Bf16Bits,
         residual: ResidualArray,
-        grad: Bf16Bits,
+        grad: Bf16Bits | Fp32Array,
         exp_avg: Fp32Array,
         exp_avg_sq: Fp32Array,
         scalars: AdamWScalars,
@@ -149,14 +157,14 @@ class Kernels(Protocol):
 
     def adamw_master(
         self,
-        param: Bf16Bits,
+        param: Bf16Bits | Fp16Array,
         master: Fp32Array,
-        grad: Bf16Bits,
+        grad: FloatArray,
         exp_avg: Fp32Array,
         exp_avg_sq: Fp32Array,
         scalars: AdamWScalars,
     ) -> None:
-        """Update fp32 masters and their moments, and write the bf16 parameters from the masters."""
+        """Update fp32 masters and their moments, and write the 16-bit parameters from them."""
 
     def split_master(self, master: Fp32Array, param: Bf16Bits, residual: ResidualArray) -> None:
         """Write each master as a bf16 parameter and its residual, a NaN made quiet first."""
@@ -164,29 +172,35 @@ class Kernels(Protocol):
     def join_master(self, param: Bf16Bits, residual: ResidualArray, master: Fp32Array) -> None:
         """Write the masters that parameters and residuals are together."""
 
-    def sum_squares(self, values: Fp32Array | Bf16Bits, first_index: int) -> float:
+    def round_to_fp16(self, master: Fp32Array, out: Fp16Array) -> None:
+        """Write each master as the fp16 nearest to it, a NaN as the quiet one with its sign."""
+
+    def sum_squares(self, values: FloatArray, first_index: int) -> float:
         """Return the fp64 sum of squares of logical elements `first_index` on of one parameter."""
 
 
-def _check_array(name: str, array: npt.NDArray[Any], element: type[np.generic]) -> None:
+def _check_array(name: str, array: npt.NDArray[Any], elements: ElementTypes) -> None:
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{name} must be a numpy array in host memory, got {type(array).__name__}")
-    if array.dtype != np.dtype(element):
-        raise TypeError(f"{name} must hold {np.dtype(element)}, got {array.dtype}")
+    types = [np.dtype(each) for each in (elements if isinstance(elements, tuple) else (elements,))]
+    if array.dtype not in types:
+        raise TypeError(f"{name} must hold {' or '.join(map(str, types))}, got {array.dtype}")
     if array.ndim != 1:
         raise ValueError(f"{name} must have 1 dimension, got shape {array.shape}; flatten it first")
     if not array.flags.c_contiguous or not array.flags.aligned:
         raise ValueError(f"{name} must be contiguous and aligned; pass a contiguous view or copy")
 
 
-def check_arrays(*, written: Mapping[str, ArrayAndType], read: Mapping[str, ArrayAndType]) -> None:
+def check_arrays(
+    *, written: Mapping[str, ArrayAndTypes], read: Mapping[str, ArrayAndTypes]
+) -> None:
     """Raise TypeError or ValueError unless a kernel may run on these named arrays.
 
     All must have one length, and those written must be writable and share no memory.
     """
     operands = {**written, **read}
-    for name, (array, element) in operands.items():
-        _check_array(name, array, element)
+    for name, (array, elements) in operands.items():
+        _check_array(name, array, elements)
     if len({array.size for array, _ in operands.values()}) > 1:
         lengths = ", ".join(f"{name} {array.size}" for name, (array, _) in operands.items())
         raise ValueError(f"all arrays must have one length, got {lengths}")
@@ -198,12 +212,18 @@ def check_arrays(*, written: Mapping[str, ArrayAndType], read: Mapping[str, Arra
                 raise ValueError(f"{name} and {other_name} share memory; pass separate arrays")
 
 
+def gradient_types(param: Bf16Bits | Fp16Array) -> tuple[type[np.generic], ...]:
+    """Return the types that gradients of these 16-bit parameters may have."""
+    is_fp16 = isinstance(param, np.ndarray) and param.dtype == np.dtype(np.float16)
+    return (np.float16 if is_fp16 else np.uint16, np.float32)
+
+
 def check_adamw(
     scalars: AdamWScalars,
     *,
     moments: tuple[Fp32Array, Fp32Array],
-    grad: ArrayAndType,
-    **weights: ArrayAndType,
+    grad: ArrayAndTypes,
+    **weights: ArrayAndTypes,
 ) -> None:
     """Raise TypeError or ValueError unless an AdamW kernel may run on these operands."""
     if not isinstance(scalars, AdamWScalars):
@@ -219,10 +239,9 @@ def check_adamw(
     )
 
 
-def check_values(values: Fp32Array | Bf16Bits, first_index: int) -> None:
+def check_values(values: FloatArray, first_index: int) -> None:
     """Raise TypeError or ValueError unless `sum_squares` may run on `values`."""
-    is_bf16 = isinstance(values, np.ndarray) and values.dtype == np.dtype(np.uint16)
-    check_arrays(written={}, read={"values": (values, np.uint16 if is_bf16 else np.float32)})
+    check_arrays(written={}, read={"values": (values, (np.float32, np.uint16, np.float16))})
     if first_index < 0:
         raise ValueError(f"first_index counts elements of one parameter from 0, got {first_index}")
 
@@ -267,7 +286,7 @@ class NativeKernels:
         self,
         param: Bf16Bits,
         residual: ResidualArray,
-        grad: Bf16Bits,
+        grad: Bf16Bits | Fp32Array,
         exp_avg: Fp32Array,
         exp_avg_sq: Fp32Array,
         scalars: AdamWScalars,
@@ -276,7 +295,7 @@ class NativeKernels:
         check_adamw(
             scalars,
             moments=(exp_avg, exp_avg_sq),
-            grad=(grad, np.uint16),
+            grad=(grad, gradient_types(param)),
             param=(param, np.uint16),
             residual=(residual, np.int16),
         )
@@ -286,19 +305,19 @@ class NativeKernels:
 
     def adamw_master(
         self,
-        param: Bf16Bits,
+        param: Bf16Bits | Fp16Array,
         master: Fp32Array,
-        grad: Bf16Bits,
+        grad: FloatArray,
         exp_avg: Fp32Array,
         exp_avg_sq: Fp32Array,
         scalars: AdamWScalars,
     ) -> None:
-        """Update fp32 masters and their moments, and write the bf16 parameters from the masters."""
+        """Update fp32 masters and their moments, and write the 16-bit parameters from them."""
         check_adamw(
             scalars,
             moments=(exp_avg, exp_avg_sq),
-            grad=(grad, np.uint16),
-            param=(param, np.uint16),
+            grad=(grad, gradient_types(param)),
+            param=(param, (np.uint16, np.float16)),
             master=(master, np.float32),
         )
         _kernels.adamw_master(param, master, grad, exp_avg, exp_avg_sq, scalars, self._thread_count)
@@ -319,7 +338,12 @@ class NativeKernels:
         )
         _kernels.join_master(param, residual, master, self._thread_count)
 
-    def sum_squares(self, values: Fp32Array | Bf16Bits, first_index: int) -> float:
+    def round_to_fp16(self, master: Fp32Array, out: Fp16Array) -> None:
+        """Write each master as the fp16 nearest to it, a NaN as the quiet one with its sign."""
+        check_arrays(written={"out": (out, np.float16)}, read={"master": (master, np.float32)})
+        _kernels.round_to_fp16(master, out, self._thread_count)
+
+    def sum_squares(self, values: FloatArray, first_index: int) -> float:
         """Return the fp64 sum of squares of logical elements `first_index` on of one parameter."""
         check_values(values, first_index)
         return _kernels.sum_squares(values, first_index, self._thread_count)

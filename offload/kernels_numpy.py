@@ -1,6 +1,6 @@
 """The kernels in numpy, for machines without the native module: the same bits, more slowly.
 
-The formulas are in offload/kernels.py, [Note: same bits], [Note: exact split], [Note: block norm].
+The formulas are in the notes of offload/kernels.py.
 Work goes in chunks that fit the cache, so that temporaries stay small whatever the array.
 """
 
@@ -14,11 +14,14 @@ from offload.kernels import (
     LANE_COUNT,
     AdamWScalars,
     Bf16Bits,
+    FloatArray,
+    Fp16Array,
     Fp32Array,
     ResidualArray,
     check_adamw,
     check_arrays,
     check_values,
+    gradient_types,
 )
 
 _CHUNK_NUMEL = 16 * BLOCK_NUMEL
@@ -34,8 +37,11 @@ def _chunks(numel: int) -> Iterator[slice]:
         yield slice(start, min(start + _CHUNK_NUMEL, numel))
 
 
-def _widen(bf16_bits: Bf16Bits) -> Fp32Array:
-    return (bf16_bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+def _widen(values: FloatArray) -> Fp32Array:
+    """Return fp32 values as they are, others widened."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values.astype(np.float32, copy=False)
 
 
 def _join(param: Bf16Bits, residual: ResidualArray) -> Fp32Array:
@@ -52,6 +58,11 @@ def _quiet_bits(master: Fp32Array) -> npt.NDArray[np.uint32]:
 
 def _round_to_bf16(bits: npt.NDArray[np.uint32]) -> Bf16Bits:
     return ((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
+
+
+def _round_into(param: Bf16Bits | Fp16Array, master: Fp32Array) -> None:
+    """Write a chunk of masters, whose NaNs are quiet, as 16-bit parameters."""
+    param[:] = _round_to_bf16(master.view(np.uint32)) if param.dtype == np.uint16 else master
 
 
 def _update(
@@ -126,7 +137,7 @@ class NumpyKernels:
         self,
         param: Bf16Bits,
         residual: ResidualArray,
-        grad: Bf16Bits,
+        grad: Bf16Bits | Fp32Array,
         exp_avg: Fp32Array,
         exp_avg_sq: Fp32Array,
         scalars: AdamWScalars,
@@ -135,7 +146,7 @@ class NumpyKernels:
         check_adamw(
             scalars,
             moments=(exp_avg, exp_avg_sq),
-            grad=(grad, np.uint16),
+            grad=(grad, gradient_types(param)),
             param=(param, np.uint16),
             residual=(residual, np.int16),
         )
@@ -150,26 +161,26 @@ class NumpyKernels:
 
     def adamw_master(
         self,
-        param: Bf16Bits,
+        param: Bf16Bits | Fp16Array,
         master: Fp32Array,
-        grad: Bf16Bits,
+        grad: FloatArray,
         exp_avg: Fp32Array,
         exp_avg_sq: Fp32Array,
         scalars: AdamWScalars,
     ) -> None:
-        """Update fp32 masters and their moments, and write the bf16 parameters from the masters."""
+        """Update fp32 masters and their moments, and write the 16-bit parameters from them."""
         check_adamw(
             scalars,
             moments=(exp_avg, exp_avg_sq),
-            grad=(grad, np.uint16),
-            param=(param, np.uint16),
+            grad=(grad, gradient_types(param)),
+            param=(param, (np.uint16, np.float16)),
             master=(master, np.float32),
         )
         with np.errstate(all="ignore"):
             for chunk in _chunks(param.size):
                 widened = _widen(grad[chunk])
                 _update(master[chunk], widened, exp_avg[chunk], exp_avg_sq[chunk], scalars)
-                param[chunk] = _round_to_bf16(master[chunk].view(np.uint32))
+                _round_into(param[chunk], master[chunk])
 
     def split_master(self, master: Fp32Array, param: Bf16Bits, residual: ResidualArray) -> None:
         """Write each master as a bf16 parameter and its residual, a NaN made quiet first."""
@@ -192,7 +203,14 @@ class NumpyKernels:
         for chunk in _chunks(master.size):
             bits[chunk] = _join(param[chunk], residual[chunk]).view(np.uint32)
 
-    def sum_squares(self, values: Fp32Array | Bf16Bits, first_index: int) -> float:
+    def round_to_fp16(self, master: Fp32Array, out: Fp16Array) -> None:
+        """Write each master as the fp16 nearest to it, a NaN as the quiet one with its sign."""
+        check_arrays(written={"out": (out, np.float16)}, read={"master": (master, np.float32)})
+        with np.errstate(all="ignore"):
+            for chunk in _chunks(master.size):
+                out[chunk] = _quiet_bits(master[chunk]).view(np.float32)
+
+    def sum_squares(self, values: FloatArray, first_index: int) -> float:
         """Return the fp64 sum of squares of logical elements `first_index` on of one parameter."""
         check_values(values, first_index)
         total = 0.0
@@ -201,8 +219,7 @@ class NumpyKernels:
             while start < values.size:
                 lead = (first_index + start) % BLOCK_NUMEL
                 stop = min(start + _CHUNK_NUMEL - lead, values.size)
-                chunk = values[start:stop]
-                wide = chunk if chunk.dtype == np.float32 else _widen(chunk.astype(np.uint16))
+                wide = _widen(values[start:stop])
                 squares = np.zeros(-(-(lead + wide.size) // BLOCK_NUMEL) * BLOCK_NUMEL)
                 squares[lead : lead + wide.size] = wide
                 squares *= squares

@@ -5,15 +5,13 @@
 #include <cmath>
 
 #include "clones.h"
+#include "halves.h"
 #include "parallel.h"
 
 namespace tierzero::kernels {
 namespace {
 
 constexpr uint64_t kChunkNumel = 1 << 16;
-constexpr uint32_t kSignBit = 0x8000'0000;
-constexpr uint32_t kInfinityBits = 0x7F80'0000;
-constexpr uint32_t kQuietNanBits = 0x7FC0'0000;
 
 struct Element {
   float master;
@@ -21,22 +19,9 @@ struct Element {
   float exp_avg_sq;
 };
 
-// NaNs are found and replaced in integers, by a select, so that loops have no branch.
-inline bool is_nan(uint32_t bits) {
-  return (bits & ~kSignBit) > kInfinityBits;
-}
-
 inline float with_one_nan(float value) {
   const auto bits = std::bit_cast<uint32_t>(value);
   return std::bit_cast<float>(is_nan(bits) ? kQuietNanBits : bits);
-}
-
-inline float widen(uint16_t bf16) {
-  return std::bit_cast<float>(uint32_t{bf16} << 16);
-}
-
-inline uint16_t rounded_half(uint32_t bits) {
-  return static_cast<uint16_t>((bits + 0x8000) >> 16);
 }
 
 inline int16_t residual_half(uint32_t bits) {
@@ -72,36 +57,36 @@ void update_fp32(float* __restrict param,
   }
 }
 
-TIERZERO_CLONES
-void update_exact(uint16_t* __restrict param,
-                  int16_t* __restrict residual,
-                  const uint16_t* __restrict grad,
-                  float* __restrict exp_avg,
-                  float* __restrict exp_avg_sq,
-                  const AdamWScalars scalars,
-                  size_t numel) {
+template <typename Grad>
+TIERZERO_CLONES void update_exact(uint16_t* __restrict param,
+                                  int16_t* __restrict residual,
+                                  const Grad* __restrict grad,
+                                  float* __restrict exp_avg,
+                                  float* __restrict exp_avg_sq,
+                                  const AdamWScalars scalars,
+                                  size_t numel) {
   for (size_t i = 0; i < numel; ++i) {
     const auto master = std::bit_cast<float>(joined(param[i], residual[i]));
     const Element result = updated({master, exp_avg[i], exp_avg_sq[i]}, widen(grad[i]), scalars);
     const auto bits = std::bit_cast<uint32_t>(result.master);
-    param[i] = rounded_half(bits);
+    param[i] = rounded<uint16_t>(bits);
     residual[i] = residual_half(bits);
     exp_avg[i] = result.exp_avg;
     exp_avg_sq[i] = result.exp_avg_sq;
   }
 }
 
-TIERZERO_CLONES
-void update_master(uint16_t* __restrict param,
-                   float* __restrict master,
-                   const uint16_t* __restrict grad,
-                   float* __restrict exp_avg,
-                   float* __restrict exp_avg_sq,
-                   const AdamWScalars scalars,
-                   size_t numel) {
+template <typename Half, typename Grad>
+TIERZERO_CLONES void update_master(Half* __restrict param,
+                                   float* __restrict master,
+                                   const Grad* __restrict grad,
+                                   float* __restrict exp_avg,
+                                   float* __restrict exp_avg_sq,
+                                   const AdamWScalars scalars,
+                                   size_t numel) {
   for (size_t i = 0; i < numel; ++i) {
     const Element result = updated({master[i], exp_avg[i], exp_avg_sq[i]}, widen(grad[i]), scalars);
-    param[i] = rounded_half(std::bit_cast<uint32_t>(result.master));
+    param[i] = rounded<Half>(std::bit_cast<uint32_t>(result.master));
     master[i] = result.master;
     exp_avg[i] = result.exp_avg;
     exp_avg_sq[i] = result.exp_avg_sq;
@@ -116,7 +101,7 @@ void split(const float* __restrict master,
   for (size_t i = 0; i < numel; ++i) {
     const auto given = std::bit_cast<uint32_t>(master[i]);
     const uint32_t bits = is_nan(given) ? (given & kSignBit) | kQuietNanBits : given;
-    param[i] = rounded_half(bits);
+    param[i] = rounded<uint16_t>(bits);
     residual[i] = residual_half(bits);
   }
 }
@@ -128,6 +113,13 @@ void join(const uint16_t* __restrict param,
           size_t numel) {
   for (size_t i = 0; i < numel; ++i) {
     master[i] = std::bit_cast<float>(joined(param[i], residual[i]));
+  }
+}
+
+TIERZERO_CLONES
+void round_all(const float* __restrict master, Fp16* __restrict out, size_t numel) {
+  for (size_t i = 0; i < numel; ++i) {
+    out[i] = rounded<Fp16>(std::bit_cast<uint32_t>(master[i]));
   }
 }
 
@@ -158,9 +150,10 @@ void adamw_fp32(std::span<float> param,
   });
 }
 
+template <typename Grad>
 void adamw_exact(std::span<uint16_t> param,
                  std::span<int16_t> residual,
-                 std::span<const uint16_t> grad,
+                 std::span<const Grad> grad,
                  Moments moments,
                  const AdamWScalars& scalars,
                  uint64_t thread_count) {
@@ -175,9 +168,10 @@ void adamw_exact(std::span<uint16_t> param,
   });
 }
 
-void adamw_master(std::span<uint16_t> param,
+template <typename Half, typename Grad>
+void adamw_master(std::span<Half> param,
                   std::span<float> master,
-                  std::span<const uint16_t> grad,
+                  std::span<const Grad> grad,
                   Moments moments,
                   const AdamWScalars& scalars,
                   uint64_t thread_count) {
@@ -209,5 +203,18 @@ void join_master(std::span<const uint16_t> param,
     join(&param[start], &residual[start], &master[start], numel);
   });
 }
+
+void round_to_fp16(std::span<const float> master, std::span<Fp16> out, uint64_t thread_count) {
+  for_each_range(master.size(), thread_count, [&](uint64_t start, uint64_t numel) {
+    round_all(&master[start], &out[start], numel);
+  });
+}
+
+template decltype(adamw_exact<uint16_t>) adamw_exact<uint16_t>;
+template decltype(adamw_exact<float>) adamw_exact<float>;
+template decltype(adamw_master<uint16_t, uint16_t>) adamw_master<uint16_t, uint16_t>;
+template decltype(adamw_master<uint16_t, float>) adamw_master<uint16_t, float>;
+template decltype(adamw_master<Fp16, Fp16>) adamw_master<Fp16, Fp16>;
+template decltype(adamw_master<Fp16, float>) adamw_master<Fp16, float>;
 
 }  // namespace tierzero::kernels

@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <span>
 
+#include "halves.h"
+
 namespace tierzero::kernels {
 
 // The scalars of one step, rounded to fp32 by the caller.
@@ -25,7 +27,8 @@ struct Moments {
 };
 
 // All spans of a call have one length, and no two overlap. bf16 travels as its 16 bits.
-// The formulas are in offload/kernels.py, [Note: same bits] and [Note: exact split].
+// Gradients of 16-bit parameters have their type or are fp32; adamw.cpp names every pair.
+// The formulas are in offload/kernels.py, [Note: same bits], [Note: exact split] and [Note: fp16].
 
 // Updates fp32 parameters, which are their own master.
 void adamw_fp32(std::span<float> param,
@@ -35,17 +38,19 @@ void adamw_fp32(std::span<float> param,
                 uint64_t thread_count);
 
 // Updates bf16 parameters and the residuals that complete them to fp32.
+template <typename Grad>
 void adamw_exact(std::span<uint16_t> param,
                  std::span<int16_t> residual,
-                 std::span<const uint16_t> grad,
+                 std::span<const Grad> grad,
                  Moments moments,
                  const AdamWScalars& scalars,
                  uint64_t thread_count);
 
-// Updates fp32 masters and writes the bf16 parameters from them.
-void adamw_master(std::span<uint16_t> param,
+// Updates fp32 masters and writes the bf16 or fp16 parameters from them.
+template <typename Half, typename Grad>
+void adamw_master(std::span<Half> param,
                   std::span<float> master,
-                  std::span<const uint16_t> grad,
+                  std::span<const Grad> grad,
                   Moments moments,
                   const AdamWScalars& scalars,
                   uint64_t thread_count);
@@ -61,5 +66,8 @@ void join_master(std::span<const uint16_t> param,
                  std::span<const int16_t> residual,
                  std::span<float> master,
                  uint64_t thread_count);
+
+// Writes each master as the fp16 nearest to it.
+void round_to_fp16(std::span<const float> master, std::span<Fp16> out, uint64_t thread_count);
 
 }  // namespace tierzero::kernels

@@ -6,9 +6,18 @@
 #include <string>
 
 #include "adamw.h"
+#include "halves.h"
 #include "norm.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
+
+// numpy's float16.
+template <>
+struct nanobind::detail::dtype_traits<tierzero::kernels::Fp16> {
+  static constexpr dlpack::dtype value{static_cast<uint8_t>(dlpack::dtype_code::Float), 16, 1};
+  static constexpr auto name = const_name("float16");
+};
 
 namespace tierzero::kernels {
 namespace {
@@ -60,9 +69,10 @@ void bind_adamw_fp32(const Array<float>& param,
   adamw_fp32(params, grads, moments, rounded, thread_count);
 }
 
+template <typename Grad>
 void bind_adamw_exact(const Array<uint16_t>& param,
                       const Array<int16_t>& residual,
-                      const Array<const uint16_t>& grad,
+                      const Array<const Grad>& grad,
                       const Array<float>& exp_avg,
                       const Array<float>& exp_avg_sq,
                       const nb::object& scalars,
@@ -75,12 +85,13 @@ void bind_adamw_exact(const Array<uint16_t>& param,
                         span_of(exp_avg_sq, numel, "exp_avg_sq")};
   const AdamWScalars rounded = scalars_of(scalars);
   const nb::gil_scoped_release released;
-  adamw_exact(params, residuals, grads, moments, rounded, thread_count);
+  adamw_exact<Grad>(params, residuals, grads, moments, rounded, thread_count);
 }
 
-void bind_adamw_master(const Array<uint16_t>& param,
+template <typename Half, typename Grad>
+void bind_adamw_master(const Array<Half>& param,
                        const Array<float>& master,
-                       const Array<const uint16_t>& grad,
+                       const Array<const Grad>& grad,
                        const Array<float>& exp_avg,
                        const Array<float>& exp_avg_sq,
                        const nb::object& scalars,
@@ -93,7 +104,7 @@ void bind_adamw_master(const Array<uint16_t>& param,
                         span_of(exp_avg_sq, numel, "exp_avg_sq")};
   const AdamWScalars rounded = scalars_of(scalars);
   const nb::gil_scoped_release released;
-  adamw_master(params, masters, grads, moments, rounded, thread_count);
+  adamw_master<Half, Grad>(params, masters, grads, moments, rounded, thread_count);
 }
 
 void bind_split_master(const Array<const float>& master,
@@ -120,6 +131,16 @@ void bind_join_master(const Array<const uint16_t>& param,
   join_master(params, residuals, masters, thread_count);
 }
 
+void bind_round_to_fp16(const Array<const float>& master,
+                        const Array<Fp16>& out,
+                        uint64_t thread_count) {
+  const size_t numel = master.size();
+  const auto masters = span_of(master, numel, "master");
+  const auto halves = span_of(out, numel, "out");
+  const nb::gil_scoped_release released;
+  round_to_fp16(masters, halves, thread_count);
+}
+
 template <typename Value>
 double bind_sum_squares(const Array<const Value>& values,
                         uint64_t first_index,
@@ -129,23 +150,12 @@ double bind_sum_squares(const Array<const Value>& values,
   return sum_squares(elements, first_index, thread_count);
 }
 
-}  // namespace
-}  // namespace tierzero::kernels
+// Each of the following adds one overload; nanobind takes the one whose types the arrays have.
 
-NB_MODULE(_kernels, module) {
-  using namespace nb::literals;
-  using namespace tierzero::kernels;
-  module.doc() = "Optimizer kernels on host memory; called through offload.kernels, which checks.";
-  module.def("adamw_fp32",
-             &bind_adamw_fp32,
-             "param"_a.noconvert(),
-             "grad"_a.noconvert(),
-             "exp_avg"_a.noconvert(),
-             "exp_avg_sq"_a.noconvert(),
-             "scalars"_a,
-             "thread_count"_a);
+template <typename Grad>
+void define_adamw_exact(nb::module_& module) {
   module.def("adamw_exact",
-             &bind_adamw_exact,
+             &bind_adamw_exact<Grad>,
              "param"_a.noconvert(),
              "residual"_a.noconvert(),
              "grad"_a.noconvert(),
@@ -153,10 +163,39 @@ NB_MODULE(_kernels, module) {
              "exp_avg_sq"_a.noconvert(),
              "scalars"_a,
              "thread_count"_a);
+}
+
+template <typename Half, typename Grad>
+void define_adamw_master(nb::module_& module) {
   module.def("adamw_master",
-             &bind_adamw_master,
+             &bind_adamw_master<Half, Grad>,
              "param"_a.noconvert(),
              "master"_a.noconvert(),
+             "grad"_a.noconvert(),
+             "exp_avg"_a.noconvert(),
+             "exp_avg_sq"_a.noconvert(),
+             "scalars"_a,
+             "thread_count"_a);
+}
+
+template <typename Value>
+void define_sum_squares(nb::module_& module) {
+  module.def("sum_squares",
+             &bind_sum_squares<Value>,
+             "values"_a.noconvert(),
+             "first_index"_a,
+             "thread_count"_a);
+}
+
+}  // namespace
+}  // namespace tierzero::kernels
+
+NB_MODULE(_kernels, module) {
+  using namespace tierzero::kernels;
+  module.doc() = "Optimizer kernels on host memory; called through offload.kernels, which checks.";
+  module.def("adamw_fp32",
+             &bind_adamw_fp32,
+             "param"_a.noconvert(),
              "grad"_a.noconvert(),
              "exp_avg"_a.noconvert(),
              "exp_avg_sq"_a.noconvert(),
@@ -174,14 +213,18 @@ NB_MODULE(_kernels, module) {
              "residual"_a.noconvert(),
              "master"_a.noconvert(),
              "thread_count"_a);
-  module.def("sum_squares",
-             &bind_sum_squares<float>,
-             "values"_a.noconvert(),
-             "first_index"_a,
+  module.def("round_to_fp16",
+             &bind_round_to_fp16,
+             "master"_a.noconvert(),
+             "out"_a.noconvert(),
              "thread_count"_a);
-  module.def("sum_squares",
-             &bind_sum_squares<uint16_t>,
-             "values"_a.noconvert(),
-             "first_index"_a,
-             "thread_count"_a);
+  define_adamw_exact<uint16_t>(module);
+  define_adamw_exact<float>(module);
+  define_adamw_master<uint16_t, uint16_t>(module);
+  define_adamw_master<uint16_t, float>(module);
+  define_adamw_master<Fp16, Fp16>(module);
+  define_adamw_master<Fp16, float>(module);
+  define_sum_squares<float>(module);
+  define_sum_squares<uint16_t>(module);
+  define_sum_squares<Fp16>(module);
 }

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <vector>
 
 #include "clones.h"
+#include "halves.h"
 #include "parallel.h"
 
 namespace tierzero::kernels {
@@ -19,16 +19,9 @@ constexpr uint64_t kGroupLanes = 32;
 
 using Lanes = std::array<double, kLaneCount>;
 
-inline double widen(float value) {
-  return double{value};
-}
-inline double widen(uint16_t bf16) {
-  return double{std::bit_cast<float>(uint32_t{bf16} << 16)};
-}
-
 // Adds the squares of whole rows of 64 elements to the lanes, each lane in row order.
 template <typename Value>
-[[gnu::always_inline]] inline void add_rows(const Value* values, size_t row_count, Lanes& lanes) {
+TIERZERO_CLONES void add_rows(const Value* values, size_t row_count, Lanes& lanes) {
   for (size_t group = 0; group < kLaneCount; group += kGroupLanes) {
     double sums[kGroupLanes];
     for (size_t lane = 0; lane < kGroupLanes; ++lane) {
@@ -36,7 +29,7 @@ template <typename Value>
     }
     for (size_t row = 0; row < row_count; ++row) {
       for (size_t lane = 0; lane < kGroupLanes; ++lane) {
-        const double value = widen(values[row * kLaneCount + group + lane]);
+        const double value{widen(values[row * kLaneCount + group + lane])};
         sums[lane] += value * value;
       }
     }
@@ -46,28 +39,10 @@ template <typename Value>
   }
 }
 
-TIERZERO_CLONES
-void add_rows_fp32(const float* values, size_t row_count, Lanes& lanes) {
-  add_rows(values, row_count, lanes);
-}
-
-TIERZERO_CLONES
-void add_rows_bf16(const uint16_t* values, size_t row_count, Lanes& lanes) {
-  add_rows(values, row_count, lanes);
-}
-
-void add_whole_rows(const float* values, size_t row_count, Lanes& lanes) {
-  add_rows_fp32(values, row_count, lanes);
-}
-
-void add_whole_rows(const uint16_t* values, size_t row_count, Lanes& lanes) {
-  add_rows_bf16(values, row_count, lanes);
-}
-
 template <typename Value>
 void add_part_of_row(std::span<const Value> values, uint64_t first_lane, Lanes& lanes) {
   for (size_t i = 0; i < values.size(); ++i) {
-    const double value = widen(values[i]);
+    const double value{widen(values[i])};
     lanes[first_lane + i] += value * value;
   }
 }
@@ -91,13 +66,15 @@ double block_sum(std::span<const Value> values, uint64_t first_lane) {
     values = values.subspan(head);
   }
   const uint64_t row_count = values.size() / kLaneCount;
-  add_whole_rows(values.data(), row_count, lanes);
+  add_rows(values.data(), row_count, lanes);
   add_part_of_row(values.subspan(row_count * kLaneCount), 0, lanes);
   return folded(lanes);
 }
 
+}  // namespace
+
 template <typename Value>
-double sum_blocks(std::span<const Value> values, uint64_t first_index, uint64_t thread_count) {
+double sum_squares(std::span<const Value> values, uint64_t first_index, uint64_t thread_count) {
   const uint64_t lead = first_index % kBlockNumel;  // elements of the first block not given
   const uint64_t end = lead + values.size();
   const uint64_t block_count = end / kBlockNumel + (end % kBlockNumel != 0);
@@ -118,14 +95,8 @@ double sum_blocks(std::span<const Value> values, uint64_t first_index, uint64_t 
   return total;
 }
 
-}  // namespace
-
-double sum_squares(std::span<const float> values, uint64_t first_index, uint64_t thread_count) {
-  return sum_blocks(values, first_index, thread_count);
-}
-
-double sum_squares(std::span<const uint16_t> values, uint64_t first_index, uint64_t thread_count) {
-  return sum_blocks(values, first_index, thread_count);
-}
+template double sum_squares(std::span<const float>, uint64_t, uint64_t);
+template double sum_squares(std::span<const uint16_t>, uint64_t, uint64_t);
+template double sum_squares(std::span<const Fp16>, uint64_t, uint64_t);
 
 }  // namespace tierzero::kernels

@@ -1,5 +1,5 @@
-// The kernels' own tests, without Python. With the argument "full", the split is also checked on
-// all 2^32 patterns.
+// The kernels' own tests, without Python. With the argument "full", the split and the rounding to
+// fp16 are also checked on all 2^32 patterns.
 
 #include <atomic>
 #include <barrier>
@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "offload/csrc/adamw.h"
+#include "offload/csrc/halves.h"
 #include "offload/csrc/norm.h"
 #include "offload/csrc/parallel.h"
 
@@ -84,7 +85,33 @@ std::vector<uint32_t> bits_of(const std::vector<float>& values) {
   return bits;
 }
 
-// One set of masters in the three formats, with the same bf16-valued gradients.
+// The value of a finite fp16, by its definition; what has the bits of infinity counts as 2^16.
+double slow_value(Fp16 half) {
+  const int exponent = (half.bits >> 10) & 0x1F;
+  const int fraction = half.bits & 0x3FF;
+  const double magnitude =
+      exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
+  return half.bits >> 15 != 0 ? -magnitude : magnitude;
+}
+
+// The fp16 nearest to an fp32, by counting the units of its exponent in fp64.
+Fp16 slow_fp16(uint32_t bits) {
+  const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
+  const auto signed_half = [&](int half) { return Fp16{static_cast<uint16_t>(sign | half)}; };
+  const double magnitude = std::fabs(std::bit_cast<float>(bits));
+  if (std::isnan(magnitude)) {
+    return signed_half(0x7E00);
+  }
+  if (magnitude >= 65520.0) {
+    return signed_half(0x7C00);
+  }
+  const int exponent = magnitude < std::ldexp(1.0, -14) ? -14 : std::ilogb(magnitude);
+  const int units = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));
+  return signed_half(((exponent + 14) << 10) + units);
+}
+
+// One set of masters in the three formats, with the same bf16-valued gradients; and gradients and
+// parameters of fp16.
 struct State {
   explicit State(size_t numel)
       : master(numbers(numel, 1)),
@@ -93,11 +120,16 @@ struct State {
         wide_grad(numbers(numel, 4)),
         param(numel),
         residual(numel),
-        grad(numel) {
+        grad(numel),
+        fp16_param(numel),
+        fp16_grad(numel),
+        wide_fp16_grad(numel) {
     for (size_t i = 0; i < numel; ++i) {
       exp_avg_sq[i] = std::fabs(exp_avg_sq[i]);
       grad[i] = static_cast<uint16_t>(std::bit_cast<uint32_t>(wide_grad[i]) >> 16);
       wide_grad[i] = std::bit_cast<float>(uint32_t{grad[i]} << 16);
+      fp16_grad[i] = {static_cast<uint16_t>(grad[i] & ~0x4000)};  // below 2: no infinity, no NaN
+      wide_fp16_grad[i] = static_cast<float>(slow_value(fp16_grad[i]));
     }
     split_master(master, param, residual, 1);
   }
@@ -111,6 +143,9 @@ struct State {
   std::vector<uint16_t> param;
   std::vector<int16_t> residual;
   std::vector<uint16_t> grad;
+  std::vector<Fp16> fp16_param;
+  std::vector<Fp16> fp16_grad;
+  std::vector<float> wide_fp16_grad;
 };
 
 void test_every_chunk_runs_once_on_all_threads() {
@@ -160,23 +195,48 @@ void test_update_is_the_written_formula() {
   CHECK(param == expected);
 }
 
+void check_same_masters(const State& state, const State& expected) {
+  CHECK(bits_of(state.master) == bits_of(expected.master));
+  CHECK(bits_of(state.exp_avg) == bits_of(expected.exp_avg));
+  CHECK(bits_of(state.exp_avg_sq) == bits_of(expected.exp_avg_sq));
+}
+
+template <typename Grad>
+void check_bf16_formats(const State& expected, std::vector<Grad> State::* grad, uint64_t threads) {
+  const size_t numel = expected.master.size();
+  State master(numel);
+  adamw_master<uint16_t, Grad>(
+      master.param, master.master, master.*grad, master.moments(), kScalars, threads);
+  check_same_masters(master, expected);
+  State exact(numel);
+  adamw_exact<Grad>(exact.param, exact.residual, exact.*grad, exact.moments(), kScalars, threads);
+  CHECK(exact.param == master.param);
+  join_master(exact.param, exact.residual, exact.master, threads);
+  check_same_masters(exact, expected);
+}
+
+template <typename Grad>
+void check_fp16_format(const State& expected, std::vector<Grad> State::* grad, uint64_t threads) {
+  State state(expected.master.size());
+  adamw_master<Fp16, Grad>(
+      state.fp16_param, state.master, state.*grad, state.moments(), kScalars, threads);
+  check_same_masters(state, expected);
+  for (size_t i = 0; i < state.master.size(); ++i) {
+    CHECK(state.fp16_param[i] == slow_fp16(std::bit_cast<uint32_t>(state.master[i])));
+  }
+}
+
 void test_formats_and_thread_counts_agree() {
   for (const size_t numel : {size_t{0}, size_t{1}, size_t{4097}, size_t{200'001}}) {
-    State fp32(numel);
-    adamw_fp32(fp32.master, fp32.wide_grad, fp32.moments(), kScalars, 1);
+    State bf16(numel);
+    adamw_fp32(bf16.master, bf16.wide_grad, bf16.moments(), kScalars, 1);
+    State fp16(numel);
+    adamw_fp32(fp16.master, fp16.wide_fp16_grad, fp16.moments(), kScalars, 1);
     for (const uint64_t thread_count : {1U, 2U, 3U}) {
-      State master(numel);
-      adamw_master(
-          master.param, master.master, master.grad, master.moments(), kScalars, thread_count);
-      State exact(numel);
-      adamw_exact(exact.param, exact.residual, exact.grad, exact.moments(), kScalars, thread_count);
-      std::vector<float> joined(numel);
-      join_master(exact.param, exact.residual, joined, thread_count);
-      CHECK(bits_of(master.master) == bits_of(fp32.master));
-      CHECK(bits_of(joined) == bits_of(fp32.master));
-      CHECK(exact.param == master.param);
-      CHECK(bits_of(exact.exp_avg) == bits_of(fp32.exp_avg));
-      CHECK(bits_of(exact.exp_avg_sq) == bits_of(fp32.exp_avg_sq));
+      check_bf16_formats(bf16, &State::grad, thread_count);
+      check_bf16_formats(bf16, &State::wide_grad, thread_count);
+      check_fp16_format(fp16, &State::fp16_grad, thread_count);
+      check_fp16_format(fp16, &State::wide_fp16_grad, thread_count);
     }
   }
 }
@@ -220,6 +280,59 @@ void check_split_is_a_bijection(uint64_t stride, uint64_t thread_count) {
   }
 }
 
+void test_fp16_widening_is_the_definition() {
+  for (uint32_t bits = 0; bits < 1 << 16; ++bits) {
+    const Fp16 half{static_cast<uint16_t>(bits)};
+    const float wide = widen(half);
+    CHECK(std::signbit(wide) == (bits >> 15 != 0));
+    switch (const uint32_t magnitude = bits & 0x7FFF; magnitude) {
+      case 0x7C00:
+        CHECK(std::isinf(wide));
+        break;
+      default:
+        CHECK(magnitude > 0x7C00 ? std::isnan(wide) : double{wide} == slow_value(half));
+    }
+  }
+}
+
+void check_fp16_rounding(const std::vector<float>& master, uint64_t thread_count) {
+  std::vector<Fp16> halves(master.size());
+  round_to_fp16(master, halves, thread_count);
+  bool equal = true;
+  for (size_t i = 0; i < master.size(); ++i) {
+    equal &= halves[i] == slow_fp16(std::bit_cast<uint32_t>(master[i]));
+  }
+  CHECK(equal);
+}
+
+void test_fp16_is_rounded_to_even_between_any_two() {
+  std::vector<float> around_ties;
+  for (uint32_t bits = 0; bits < 0x7C00; ++bits) {
+    const double below = slow_value({static_cast<uint16_t>(bits)});
+    const double above = slow_value({static_cast<uint16_t>(bits + 1)});
+    const auto tie = static_cast<float>((below + above) / 2);
+    for (const float value :
+         {std::nextafter(tie, 0.0F), tie, std::nextafter(tie, std::numeric_limits<float>::max())}) {
+      around_ties.push_back(value);
+      around_ties.push_back(-value);
+    }
+  }
+  for (const uint64_t thread_count : {1U, 2U, 3U}) {
+    check_fp16_rounding(around_ties, thread_count);
+  }
+}
+
+// Checks the rounding to fp16 of every `stride`-th pattern.
+void check_fp16_rounding_of_patterns(uint64_t stride, uint64_t thread_count) {
+  std::vector<float> master(1 << 20);
+  for (uint64_t first = 0; first < uint64_t{1} << 32; first += master.size() * stride) {
+    for (size_t i = 0; i < master.size(); ++i) {
+      master[i] = std::bit_cast<float>(static_cast<uint32_t>(first + i * stride));
+    }
+    check_fp16_rounding(master, thread_count);
+  }
+}
+
 // The rule of the norm, one element at a time.
 double slow_sum_squares(std::span<const float> values, uint64_t first_index) {
   double total = 0.0;
@@ -245,13 +358,17 @@ void test_sum_squares_is_the_slow_sum() {
   State state(262'145);
   const std::span<const float> wide(state.wide_grad);
   const std::span<const uint16_t> narrow(state.grad);
+  const std::span<const float> wide_fp16(state.wide_fp16_grad);
+  const std::span<const Fp16> fp16(state.fp16_grad);
   for (const size_t numel : {0U, 1U, 63U, 64U, 65U, 4095U, 4096U, 4097U, 262'145U}) {
     for (const uint64_t first_index :
          {uint64_t{0}, uint64_t{1}, uint64_t{63}, uint64_t{4095}, uint64_t{1'000'000'000'037}}) {
       const double expected = slow_sum_squares(wide.first(numel), first_index);
+      const double fp16_expected = slow_sum_squares(wide_fp16.first(numel), first_index);
       for (const uint64_t thread_count : {1U, 2U, 3U}) {
         CHECK(sum_squares(wide.first(numel), first_index, thread_count) == expected);
         CHECK(sum_squares(narrow.first(numel), first_index, thread_count) == expected);
+        CHECK(sum_squares(fp16.first(numel), first_index, thread_count) == fp16_expected);
       }
     }
   }
@@ -264,9 +381,12 @@ int main(int argc, char** argv) {
   test_update_is_the_written_formula();
   test_formats_and_thread_counts_agree();
   test_computed_nans_have_one_pattern();
+  test_fp16_widening_is_the_definition();
+  test_fp16_is_rounded_to_even_between_any_two();
   test_sum_squares_is_the_slow_sum();
   const bool full = argc > 1 && std::string_view(argv[1]) == "full";
   check_split_is_a_bijection(full ? 1 : 251, 2);
+  check_fp16_rounding_of_patterns(full ? 1 : 251, 2);
   std::printf("test_kernels: all passed%s\n", full ? ", all 2^32 patterns" : "");
   return 0;
 }

@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 Fp32 = npt.NDArray[np.float32]
+Fp16 = npt.NDArray[np.float16]
 Bf16Bits = npt.NDArray[np.uint16]
-Gradients = Mapping[str, Fp32 | Bf16Bits]
+Floats = Fp32 | Fp16 | Bf16Bits
+Gradients = Mapping[str, Floats]
 Pieces = Mapping[str, Sequence[tuple[int, int]]]  # name -> one (start, stop) a rank, in rank order
 PerName = float | Mapping[str, float]  # one value for all parameters, or one for each
 
@@ -26,10 +28,13 @@ def widen_bf16(bits: Bf16Bits) -> Fp32:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def as_fp32(values: Fp32 | Bf16Bits) -> Fp32:
-    """Return fp32 values as they are, and bf16 bits (uint16) widened."""
+def as_fp32(values: Floats) -> Fp32:
+    """Return fp32 values as they are, fp16 values and bf16 bits (uint16) widened."""
     if values.dtype == np.uint16:
         return widen_bf16(values.view(np.uint16))
+    if values.dtype == np.float16:
+        with np.errstate(invalid="ignore"):
+            return values.astype(np.float32)
     return values.view(np.float32)
 
 
@@ -46,6 +51,12 @@ def round_to_bf16(values: Fp32) -> Bf16Bits:
     return ((bits + 0x8000) >> 16).astype(np.uint16)
 
 
+def round_to_fp16(values: Fp32) -> Fp16:
+    """Round to the nearest fp16, ties to even, as IEEE and numpy do it."""
+    with np.errstate(all="ignore"):
+        return quieted(values).astype(np.float16)
+
+
 def residual_of(values: Fp32) -> npt.NDArray[np.int16]:
     """What the rounded bf16 lacks to be `values`: the low half of the bits, read as signed."""
     return (quieted(values).view(np.uint32) & 0xFFFF).astype(np.uint16).view(np.int16)
@@ -58,7 +69,7 @@ def with_one_nan(values: npt.NDArray[np.floating[Any]]) -> Fp32:
     )
 
 
-def piece_sum_squares(piece: Fp32 | Bf16Bits, first_index: int) -> float:
+def piece_sum_squares(piece: Floats, first_index: int) -> float:
     """Sum the squares of elements `first_index` on of one parameter, by blocks and lanes, in fp64.
 
     The zeros put around the piece, to fill its first and last block, change no sum.
@@ -103,17 +114,25 @@ def clip_coefficient(norm: float, clip: float) -> float:
 
 
 class ReferenceAdamW:
-    """AdamW on whole parameters: fp32 masters, of which some are seen by the model as bf16.
+    """AdamW on whole parameters: fp32 masters, of which some are seen by the model as 16-bit.
 
-    `masters` gives the fp32 values in parameter order; `bf16` names those that the model holds
-    as bf16, and whose gradients are therefore bf16.
+    `masters` gives the fp32 values in parameter order; `bf16` and `fp16` name those that the model
+    holds in these types. Their gradients have the type of the parameter or are fp32.
     """
 
-    def __init__(self, masters: Mapping[str, Fp32], bf16: Collection[str] = ()) -> None:
-        unknown = set(bf16) - set(masters)
+    def __init__(
+        self,
+        masters: Mapping[str, Fp32],
+        bf16: Collection[str] = (),
+        fp16: Collection[str] = (),
+    ) -> None:
+        unknown = {*bf16, *fp16} - set(masters)
         if unknown:
-            raise ValueError(f"bf16 names no parameters: {sorted(unknown)}")
+            raise ValueError(f"bf16 and fp16 name no parameters: {sorted(unknown)}")
+        if set(bf16) & set(fp16):
+            raise ValueError(f"both bf16 and fp16 name {sorted(set(bf16) & set(fp16))}")
         self.bf16 = frozenset(bf16)
+        self.fp16 = frozenset(fp16)
         self.masters = {
             name: quieted(master) if name in self.bf16 else master.copy()
             for name, master in masters.items()
@@ -122,10 +141,18 @@ class ReferenceAdamW:
         self.exp_avg_sq = {name: np.zeros_like(master) for name, master in masters.items()}
         self.step_count = 0
 
-    def param(self, name: str) -> Fp32 | Bf16Bits:
-        """Return what the model sees: fp32 values, or bf16 bits."""
+    def param(self, name: str) -> Floats:
+        """Return what the model sees: fp32 or fp16 values, or bf16 bits."""
         master = self.masters[name]
+        if name in self.fp16:
+            return round_to_fp16(master)
         return round_to_bf16(master) if name in self.bf16 else master
+
+    def gradient_types(self, name: str) -> list[type[np.generic]]:
+        """Return the types that gradients of this parameter may have."""
+        if name in self.fp16:
+            return [np.float16, np.float32]
+        return [np.uint16, np.float32] if name in self.bf16 else [np.float32]
 
     def residual(self, name: str) -> npt.NDArray[np.int16]:
         """Return what the exact format stores beside a bf16 parameter."""
@@ -157,9 +184,9 @@ class ReferenceAdamW:
             decay_here = weight_decay[name] if isinstance(weight_decay, Mapping) else weight_decay
             decay_factor = fp32(1.0 - lr_here * decay_here)
             step_size = fp32(lr_here / bias_correction1)
-            wanted = np.uint16 if name in self.bf16 else np.float32
-            if gradient.dtype != wanted:
-                raise TypeError(f"gradient of {name} must be {wanted}, got {gradient.dtype}")
+            wanted = self.gradient_types(name)
+            if gradient.dtype not in wanted:
+                raise TypeError(f"gradient of {name} must be of {wanted}, got {gradient.dtype}")
             # Each operator below is one IEEE fp32 operation on arrays, in the written order.
             with np.errstate(all="ignore"):
                 g = as_fp32(gradient) * grad_scale
