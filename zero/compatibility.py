@@ -33,12 +33,13 @@ def initialize(
     config: ConfigSource | None = None,
     *,
     init_fn: InitFunction | None = None,
+    config_params: ConfigSource | None = None,
     io_engine: Engine | None = None,
 ) -> InitializeResult:
     """Shard a model and return `(engine, optimizer, dataloader, lr_scheduler)`.
 
     Args:
-        args: an object with `deepspeed_config`, used when `config` is not given.
+        args: an object whose `deepspeed_config` is the configuration.
         model: the model, on the CPU or on `meta`.
         optimizer: a torch AdamW; without it the configuration's `optimizer` section is used, and
             without that either the engine only runs forward.
@@ -48,6 +49,7 @@ def initialize(
         collate_fn: passed to the loader.
         config: a ZeRO configuration: a path, a dictionary or base64 text.
         init_fn: for a model on `meta`: sets the parameters and buffers of one module.
+        config_params: an older name of `config`.
         io_engine: an open engine to use instead of the configured one; the engine closes it.
 
     Raises:
@@ -59,10 +61,8 @@ def initialize(
         raise ConfigError("zero.initialize needs a model")
     if isinstance(model, ZeroEngine):
         raise ConfigError("this model is an engine already; pass the model itself")
-    source = config if config is not None else getattr(args, "deepspeed_config", None)
-    if source is None:
-        raise ConfigError("no configuration: pass config=, or args with deepspeed_config")
-    parsed = parse_config(source)
+    source = choose_config(config, config_params, getattr(args, "deepspeed_config", None))
+    parsed = parse_config(source, model)
     owns_group = init_distributed()
     communicator = Communicator()
     settings = parsed.settings(communicator.world_size)
@@ -103,3 +103,22 @@ def initialize(
         else None
     )
     return engine, own_optimizer, loader, scheduler
+
+
+def choose_config(*sources: ConfigSource | None) -> ConfigSource:
+    """Return the one configuration that was given as `config`, `config_params` or in `args`.
+
+    Raises:
+        ConfigError: if none was given, or more than one.
+    """
+    names = ("config", "config_params", "args.deepspeed_config")
+    given = {
+        name: source for name, source in zip(names, sources, strict=True) if source is not None
+    }
+    if len(given) != 1:
+        raise ConfigError(
+            f"the configuration is given as {' and as '.join(given)}; keep one"
+            if given
+            else "no configuration: pass config=, or args with deepspeed_config"
+        )
+    return next(iter(given.values()))

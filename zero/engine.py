@@ -84,7 +84,11 @@ class ZeroEngine(nn.Module):
         """Run the model's forward."""
         self._require_alive()
         try:
-            return self.module(*args, **kwargs)
+            if not self._settings.autocasts:
+                return self.module(*args, **kwargs)
+            # Without the cache, which would keep a cast copy of every unit until backward.
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                return self.module(*args, **kwargs)
         except BaseException:
             if torch._C._current_graph_task_id() == -1:
                 # torch runs no hooks for KeyboardInterrupt

@@ -24,6 +24,7 @@ from offload import load_kernels
 from zero import machine
 from zero.comm import Communicator
 from zero.config import ZeroConfig, load_config, preflight
+from zero.config.autos import hidden_size_of
 from zero.errors import PlanError
 from zero.optimizer import ZeroOptimizer, group_parameters, make_optimizer
 from zero.settings import Settings
@@ -95,7 +96,7 @@ def plan_memory(model: nn.Module, config: ConfigSource, world_size: int | None =
     communicator = Communicator()
     ranks = world_size or communicator.world_size
     local = communicator.local_world_size if world_size is None else ranks
-    settings = parse_config(config).settings(ranks)
+    settings = parse_config(config, model).settings(ranks)
     optimizer = make_optimizer(model, None, None, settings.optimizer)
     engine = open_io_engine(settings)
     try:
@@ -104,9 +105,11 @@ def plan_memory(model: nn.Module, config: ConfigSource, world_size: int | None =
         engine.close()
 
 
-def parse_config(config: ConfigSource) -> ZeroConfig:
-    """Return a configuration parsed, whatever form it comes in."""
-    return config if isinstance(config, ZeroConfig) else load_config(config)
+def parse_config(config: ConfigSource, model: nn.Module) -> ZeroConfig:
+    """Return a configuration parsed, with "auto" sizes that follow from the model's own config."""
+    if isinstance(config, ZeroConfig):
+        return config
+    return load_config(config, hidden_size=hidden_size_of(model))
 
 
 def open_io_engine(settings: Settings) -> Engine:

@@ -84,3 +84,5 @@ class Settings:
     drop_last_batch: bool = False
     gradient_element: ElementType | None = None
     """Type that gradients accumulate in; None is the parameters' own."""
+    autocasts: bool = False
+    """Whether forward runs under torch.autocast to bfloat16."""

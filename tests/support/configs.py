@@ -22,6 +22,8 @@ def make_config(
     sub_group_size: int = 1_000_000_000,
     state_format: str = "exact",
     engine: str = "auto",
+    grad_accum_dtype: str | None = None,
+    loss_scale: float = 0.0,
 ) -> dict[str, Any]:
     """Return a ZeRO-3 configuration; an offload of "none" leaves its section out."""
     stage: dict[str, Any] = {"stage": 3, "sub_group_size": sub_group_size}
@@ -30,11 +32,18 @@ def make_config(
             stage[key] = {"device": device}
             if device == "nvme":
                 stage[key]["nvme_path"] = nvme_path
+    precision: dict[str, Any] = {}
+    if dtype == "fp16":
+        precision["fp16"] = {"enabled": True, "loss_scale": loss_scale, "initial_scale_power": 8}
+    else:
+        precision["bf16"] = {"enabled": dtype == "bf16"}
+    if grad_accum_dtype is not None:
+        precision["data_types"] = {"grad_accum_dtype": grad_accum_dtype}
     return {
+        **precision,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clip,
-        "bf16": {"enabled": dtype == "bf16"},
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY},

@@ -168,15 +168,19 @@ class ReferenceAdamW:
         weight_decay: PerName,
         clip: float = 0.0,
         pieces: Pieces | None = None,
+        loss_scale: float = 1.0,
     ) -> float:
-        """Update every parameter once and return the norm of the gradients before clipping."""
+        """Update every parameter once and return the norm of the gradients before clipping.
+
+        The gradients are those of a loss times `loss_scale`; the norm is that of the loss itself.
+        """
         in_order = {name: gradients[name] for name in self.masters}
-        norm = global_norm(in_order, pieces)
+        norm = global_norm(in_order, pieces) / loss_scale
         self.step_count += 1
         # All scalars are computed in fp64 and rounded to fp32 once.
         fp32 = np.float32
         beta1, beta2 = betas
-        grad_scale = fp32(clip_coefficient(norm, clip))
+        grad_scale = fp32(clip_coefficient(norm, clip) / loss_scale)
         bias_correction1 = 1.0 - beta1**self.step_count
         bias_correction2_sqrt = fp32(math.sqrt(1.0 - beta2**self.step_count))
         for name, gradient in in_order.items():

@@ -18,7 +18,7 @@ class Combination:
     optimizer: str
     state_format: str
     gradients: str
-    """Whether data_types.grad_accum_dtype names the type of the parameters or another."""
+    """Whether data_types.grad_accum_dtype names the type of the parameters, fp32, or another."""
     collectives: str
     """Whether communication_data_type names the type of the parameters or another."""
     directories: str
@@ -40,7 +40,7 @@ class Refusal:
         return all(getattr(combination, axis) in values for axis, values in self.where.items())
 
 
-SAME, OTHER = "type of the parameters", "another type"
+SAME, WIDER, OTHER = "type of the parameters", "fp32", "another type"
 
 AXES: dict[str, tuple[str, ...]] = {
     "stage": ("0", "1", "2", "3"),
@@ -49,7 +49,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "precision": ("model", "fp32", "bf16", "fp16"),
     "optimizer": ("object", *OPTIMIZERS),
     "state_format": ("exact", "fp32"),
-    "gradients": (SAME, OTHER),
+    "gradients": (SAME, WIDER, OTHER),
     "collectives": (SAME, OTHER),
     "directories": ("none", "one", "several"),
 }
@@ -75,12 +75,6 @@ REFUSALS = (
         'write "stage": 3',
     ),
     Refusal(
-        {"precision": ("fp16",)},
-        "fp16.enabled",
-        "fp16 is not in this version",
-        'write "bf16": {"enabled": true}, which needs no loss scale',
-    ),
-    Refusal(
         {"optimizer": tuple(name for name in OPTIMIZERS if name not in SUPPORTED_OPTIMIZERS)},
         "optimizer.type",
         "this version has kernels for AdamW and Adam",
@@ -89,8 +83,8 @@ REFUSALS = (
     Refusal(
         {"gradients": (OTHER,)},
         "data_types.grad_accum_dtype",
-        "gradients are accumulated in the type of the parameters",
-        "remove it, or name the same type in data_types.param_dtype",
+        "gradients are accumulated in fp32 or in the type of the parameters",
+        'write "fp32", or remove it',
     ),
     Refusal(
         {"collectives": (OTHER,)},

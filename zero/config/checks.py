@@ -22,6 +22,11 @@ def _precision(config: ZeroConfig) -> list[str]:
     types = config.data_types
     written = types.param_dtype if types is not None else None
     enabled = "fp16" if fp16 else "bf16" if bf16 else None
+    if enabled is not None and config.torch_autocast is not None and config.torch_autocast.enabled:
+        return [
+            f"torch_autocast.enabled: true contradicts {enabled}.enabled = true; autocast keeps the"
+            " parameters in fp32: keep one of the two"
+        ]
     if written is not None and enabled is not None and written != enabled:
         return [
             f"data_types.param_dtype: {shown(written)} contradicts {enabled}.enabled = true; "

@@ -10,7 +10,7 @@ from pydantic import PrivateAttr
 from estimators import ElementType, StateFormat, Tier
 from zero.config.autos import UNRESOLVED
 from zero.config.batch import MICRO, TOTAL, BatchTriple, resolve_batch
-from zero.config.capabilities import OTHER, SAME, Combination, refusals
+from zero.config.capabilities import OTHER, SAME, WIDER, Combination, refusals
 from zero.config.models import DataTypes, Document, Tiers
 from zero.config.param_models import AdamParams, params_section
 from zero.config.zero_models import OffloadOptimizer, OffloadParam, ZeroOptimization
@@ -91,13 +91,17 @@ class ZeroConfig(Document):
             precision=self.precision,
             optimizer=self.optimizer.type if self.optimizer is not None else "object",
             state_format=tiers.state_format,
-            gradients=self._same_type(types.grad_accum_dtype),
+            gradients=self._gradient_type(types.grad_accum_dtype),
             collectives=self._same_type(self.communication_data_type),
             directories=("none", "one", "several")[min(2, len(self.nvme_paths()))],
         )
 
     def _same_type(self, name: str | None) -> str:
         return SAME if name in {None, self.precision} else OTHER
+
+    def _gradient_type(self, name: str | None) -> str:
+        same = self._same_type(name)
+        return WIDER if same == OTHER and name == "fp32" else same
 
     def settings(self, world_size: int) -> Settings:
         """Return what the engine works from, or raise ConfigError where it cannot work so."""
@@ -126,6 +130,8 @@ class ZeroConfig(Document):
             optimizer=self._optimizer_factory(),
             scheduler=self._scheduler_factory(),
             drop_last_batch=self.dataloader_drop_last,
+            gradient_element=(ElementType.FP32 if self.combination().gradients == WIDER else None),
+            autocasts=self.torch_autocast is not None and self.torch_autocast.enabled,
         )
 
     def _unresolved(self) -> list[str]:
@@ -203,6 +209,7 @@ class ZeroConfig(Document):
 
 _ELEMENTS: dict[str, ElementType | None] = {
     "bf16": ElementType.BF16,
+    "fp16": ElementType.FP16,
     "fp32": ElementType.FP32,
     "model": None,
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from zero.config import other_models as other
-from zero.config.keys import Auto, Section, detail, key, no_effect, refused
+from zero.config.keys import Auto, Section, key, no_effect, refused
 from zero.config.names import OPTIMIZERS
 from zero.config.other_values import ByteSize, FolderPath, Free, Parameters, Text
 from zero.config.values import Choice, Integer, Number, Switch
@@ -183,14 +183,16 @@ class DataTypes(Section):
 class TorchAutocast(Section):
     """Mixed precision by torch.autocast."""
 
-    enabled: _SWITCH = refused(
-        "run forward under torch.autocast",
-        default=False,
-        why=_LATER,
-        instead="write `with torch.autocast(...)` around the forward",
+    enabled: _SWITCH = key("run forward under torch.autocast", default=False)
+    dtype: Annotated[str | None, Choice(words=("bfloat16",), later=("float16",), nullable=True)] = (
+        key("type to cast to; null is bfloat16", default=None)
     )
-    dtype: Annotated[Any, Free()] = detail("type to cast to", default=None)
-    lower_precision_safe_modules: Annotated[Any, Free()] = detail("modules to cast", default=None)
+    lower_precision_safe_modules: Annotated[Any, Free()] = refused(
+        "modules to cast",
+        default=None,
+        why="torch decides by the operation",
+        instead="remove it",
+    )
 
 
 def _batch(meaning: str) -> Any:
