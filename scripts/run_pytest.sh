@@ -41,7 +41,7 @@ run_suites() {
   if ((optimized == 5 && plain != 5 && $# > 0)); then
     optimized=0 # the tests that the caller chose are elsewhere
   fi
-  printf '\nClosing lines of the movers' tests under python -O, and of all tests:\n'
+  printf '\nClosing lines of the tests under python -O, and of all tests:\n'
   printf '%s\n' "${CLOSING_LINES[1]}" "${CLOSING_LINES[0]}"
   return $((plain != 0 ? plain : optimized))
 }
