@@ -145,7 +145,7 @@ def _choose_tiers(
         tier = lowest[section]
         stored = resident_bytes(size)
         if tier is not Tier.DEVICE:
-            if stored <= left:
+            if stored <= left and _may_be_resident(request, section, segment, tiers):
                 tier = Tier.HOST
                 left -= stored
             elif tier is Tier.HOST:
@@ -160,6 +160,28 @@ def _choose_tiers(
         for each in positions:
             tiers[section, segment, each] = tier
     return tiers
+
+
+def _may_be_resident(
+    request: PlacementRequest,
+    section: Section,
+    segment: int,
+    tiers: dict[tuple[Section, int, int], Tier],
+) -> bool:
+    """Tell whether a segment's parameters stay within the cap on resident ones."""
+    cap = request.max_host_parameter_numel
+    if cap is None or section is not Section.PARAMETER or request.parameter_tier is not Tier.NVME:
+        return True
+    resident = {
+        index
+        for (kind, index, _), tier in tiers.items()
+        if kind is Section.PARAMETER and tier is Tier.HOST
+    }
+    numels = [
+        request.segments[index].layout(request.world_size).shard_numel
+        for index in resident | {segment}
+    ]
+    return sum(numels) <= cap
 
 
 def _build_sub_groups(
@@ -215,7 +237,13 @@ def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
         for section, _, _, size in _candidates(request, cuts)
         if lowest[section] is Tier.HOST
     )
-    pages = Tier.NVME in lowest.values() and in_play > budget.host_bytes
+    numel = sum(segment.layout(request.world_size).shard_numel for segment in request.segments)
+    capped = (
+        request.max_host_parameter_numel is not None and numel > request.max_host_parameter_numel
+    )
+    pages = (Tier.NVME in lowest.values() and in_play > budget.host_bytes) or (
+        capped and request.parameter_tier is Tier.NVME
+    )
     slots = None
     left = budget.host_bytes
     if pages:

@@ -64,3 +64,5 @@ class PlacementRequest:
     """Alignment that the swap file asks for."""
     trains: bool = True
     """False without an optimizer: no gradients and no state."""
+    max_host_parameter_numel: int | None = None
+    """Most elements of parameters, of one rank, that may rest on the host rather than on NVMe."""

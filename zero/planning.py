@@ -144,6 +144,11 @@ def make_blueprint(
         sub_group_numel=settings.sub_group_numel,
         alignment_bytes=NVME_ALIGNMENT_BYTES,
         trains=optimizer is not None,
+        max_host_parameter_numel=(
+            settings.parameter_offload.max_host_numel // local_world_size
+            if settings.parameter_offload.max_host_numel is not None
+            else None
+        ),
     )
     budget, source = _budget(request, settings, local_world_size)
     memory = plan_placement(request, budget)

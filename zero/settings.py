@@ -16,6 +16,8 @@ class OffloadSettings:
 
     tier: Tier = Tier.DEVICE
     pin_memory: bool = True
+    max_host_numel: int | None = None
+    """Most elements that a node keeps in host memory with the lowest tier NVME; None: no cap."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,3 +139,28 @@ def test_a_parameter_larger_than_a_slot_is_cut() -> None:
     assert plan.slots.count >= 1
     assert len(plan.sub_groups) > 10
     assert max(group.numel for group in plan.sub_groups) * 16 <= plan.slots.size_bytes
+
+
+@pytest.mark.parametrize("cap", [0, 10_000, 130_000, None])
+def test_a_cap_on_resident_parameters_wins_over_the_budget(cap: int | None) -> None:
+    segments = tuple(
+        SegmentSpec(f"u{i}", i, ("w",), (64_000,), ElementType.FP32, trainable=True, param_group=0)
+        for i in range(3)
+    )
+    request = PlacementRequest(
+        segments,
+        1,
+        Tier.NVME,
+        Tier.NVME,
+        StateFormat.EXACT,
+        1 << 20,
+        4096,
+        max_host_parameter_numel=cap,
+    )
+    plan = plan_placement(request, Budget(1 << 30))
+    resident = sum(
+        group.numel for group in plan.sub_groups if group.tier(Section.PARAMETER) is Tier.HOST
+    )
+    assert resident == {0: 0, 10_000: 0, 130_000: 128_000, None: 192_000}[cap]
+    assert (plan.swap_file_bytes > 0) == (cap is not None)
+    assert plan.resident_section_bytes(Tier.HOST, Section.STATE) > 0

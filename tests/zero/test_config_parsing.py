@@ -331,7 +331,7 @@ def test_thread_count_reaches_the_engine() -> None:
 
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
 def test_hints_change_nothing_beside_tiers(device: str) -> None:
-    """max_in_cpu, buffer_count, buffer_size, ratio and pin_memory against the budgets of tiers."""
+    """buffer_count, buffer_size, ratio and pin_memory against the budgets of tiers."""
     tiers = {"host_memory": "1GB", "nvme": [{"path": "/n"}]}
     plain = {"device": device}
     hints = plain | {"buffer_count": 3, "pin_memory": False}
@@ -345,19 +345,26 @@ def test_hints_change_nothing_beside_tiers(device: str) -> None:
 
     bare, silent = settings(plain, plain)
     assert silent == []
-    hinted, told = settings(
-        hints | {"max_in_cpu": 7, "buffer_size": 9}, hints | {"ratio": 0.5, "fast_init": True}
-    )
+    hinted, told = settings(hints | {"buffer_size": 9}, hints | {"ratio": 0.5, "fast_init": True})
     assert hinted.tiers == bare.tiers
     tier = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}[device]
     for got in (bare, hinted):
         assert (got.parameter_offload.tier, got.optimizer_offload.tier) == (tier, tier)
     (text,) = told
-    for key in ("max_in_cpu", "buffer_size", "buffer_count", "pin_memory"):
+    for key in ("buffer_size", "buffer_count", "pin_memory"):
         assert f"zero_optimization.offload_param.{key}" in text
     for key in ("ratio", "buffer_count", "pin_memory", "fast_init"):
         assert f"zero_optimization.offload_optimizer.{key}" in text
     assert "tiers.host_memory" in text
+
+
+@pytest.mark.parametrize(("written", "cap"), [({}, None), ({"max_in_cpu": 5e8}, 500_000_000)])
+def test_max_in_cpu_caps_what_the_budget_would_keep(written: dict, cap: int | None) -> None:
+    offload = {"device": "nvme", "nvme_path": "/a"} | written
+    settings = load_config({"zero_optimization": {"stage": 3, "offload_param": offload}}).settings(
+        1
+    )
+    assert settings.parameter_offload.max_host_numel == cap
 
 
 def test_nvme_path_fills_tiers_and_tiers_wins() -> None:

@@ -218,4 +218,5 @@ _ELEMENTS: dict[str, ElementType | None] = {
 def _offload(section: OffloadParam | OffloadOptimizer | None) -> OffloadSettings:
     if section is None:
         return OffloadSettings()
-    return OffloadSettings(_TIERS[section.device], section.pin_memory)
+    cap = section.max_in_cpu if isinstance(section, OffloadParam) else None
+    return OffloadSettings(_TIERS[section.device], section.pin_memory, cap)

@@ -36,8 +36,10 @@ class OffloadParam(Section):
     buffer_size: Annotated[int, Integer()] = no_effect(
         "a hint: elements of a read buffer", default=100_000_000, why=_SLOTS
     )
-    max_in_cpu: Annotated[int, Integer()] = no_effect(
-        "elements kept in host memory rather than on NVMe", default=1_000_000_000, why=_RESIDENCY
+    max_in_cpu: Annotated[int | None, Integer(nullable=True)] = key(
+        "most elements a node keeps in host memory with device nvme; null leaves it to"
+        " tiers.host_memory",
+        default=None,
     )
     pin_memory: Annotated[bool, Switch()] = no_effect(
         "page-lock host memory", default=True, why=_PINNED
