@@ -33,7 +33,7 @@ class ElementType(enum.Enum):
 
 
 class StateFormat(enum.Enum):
-    """How the optimizer state beside a 16-bit parameter is stored (DESIGN 6)."""
+    """How the optimizer state beside a 16-bit parameter is stored."""
 
     FP32 = "fp32"
     """fp32 master, exp_avg and exp_avg_sq: 12 bytes a parameter."""

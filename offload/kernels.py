@@ -1,6 +1,6 @@
 """The arithmetic of the optimizer step on the host: AdamW on every exact format, and the norm.
 
-[Note: same bits] Native and numpy kernels give equal bits (DESIGN 6a). Each operator of the update
+[Note: same bits] Native and numpy kernels give equal bits. Each operator of the update
 is one IEEE fp32 operation, in this order:
 
     g = fp32(grad) * grad_scale

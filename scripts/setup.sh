@@ -19,6 +19,9 @@ fail() {
 # Prints the first interpreter that is new enough and can make a virtual environment.
 find_python() {
   local candidate too_bare=""
+  if [[ -n ${PYTHON:-} ]] && ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    fail "PYTHON=$PYTHON is not a Python of 3.11 or newer: name another, or leave PYTHON unset"
+  fi
   for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python; do
     "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
     if "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
@@ -38,6 +41,9 @@ make_venv() {
   if .venv/bin/python -m pip --version >/dev/null 2>&1; then
     .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
       fail "the Python of .venv is older than 3.11: remove the folder .venv and try again"
+    if [[ -n ${PYTHON:-} && $("$PYTHON" --version 2>&1) != "$(.venv/bin/python --version 2>&1)" ]]; then
+      say ".venv has $(.venv/bin/python --version), not that of PYTHON=$PYTHON: remove the folder .venv to change it"
+    fi
     return
   fi
   python=$(find_python)
@@ -54,7 +60,7 @@ PYTHON
     return
   fi
   say "installing torch (the largest download)"
-  pip_install torch==2.13.0 2>/dev/null || pip_install 'torch>=2.11' ||
+  pip_install torch==2.13.0 || pip_install 'torch>=2.11' ||
     fail "torch 2.11 or newer could not be installed: see pip's message above"
 }
 

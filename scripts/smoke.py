@@ -1,4 +1,4 @@
-"""Check an installation in seconds: native modules, kernel parity, a paged step like a plain one."""
+"""Check an installation in seconds: native modules, kernel parity, a paged step."""
 
 from __future__ import annotations
 

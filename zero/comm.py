@@ -24,8 +24,13 @@ def init_distributed(backend: str | None = None) -> bool:
         return False
     if any(name not in os.environ for name in _LAUNCHER_VARIABLES):
         return False
-    dist.init_process_group(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+    dist.init_process_group(backend or "gloo")  # all that is communicated lies on the CPU
     return True
+
+
+def _cpu_group() -> dist.ProcessGroup | None:
+    """Return a group that moves CPU tensors: the default one if it does, else one of gloo."""
+    return None if "gloo" in dist.get_backend() else dist.new_group(backend="gloo")
 
 
 class Communicator:
@@ -33,6 +38,7 @@ class Communicator:
 
     def __init__(self) -> None:
         joined = dist.is_available() and dist.is_initialized()
+        self._group = _cpu_group() if joined else None
         self.rank = dist.get_rank() if joined else 0
         self.world_size = dist.get_world_size() if joined else 1
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -41,13 +47,13 @@ class Communicator:
     def all_gather_in_place(self, flat: torch.Tensor) -> None:
         """Fill `flat`, shape `[world_size * n]`, from the slice that each rank already holds."""
         if self.world_size > 1 and flat.numel():
-            _all_gather(flat, self.own_slice(flat))
+            _all_gather(flat, self.own_slice(flat), group=self._group)
 
     def reduce_scatter_in_place(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of the sum of `flat` over the ranks; `flat` is overwritten."""
         own = self.own_slice(flat)
         if self.world_size > 1 and flat.numel():
-            _reduce_scatter(own, flat)
+            _reduce_scatter(own, flat, group=self._group)
         return own
 
     def own_slice(self, flat: torch.Tensor) -> torch.Tensor:
@@ -65,7 +71,7 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite `tensor`, contiguous, with the values of rank `source`."""
         if self.world_size > 1 and tensor.numel():
-            dist.broadcast(tensor, source)
+            dist.broadcast(tensor, source, group=self._group)
 
     def agree(self, number: int, what: str) -> None:
         """Check that all ranks are about to do the same thing, before they mix its bytes.
@@ -85,4 +91,4 @@ class Communicator:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(group=self._group)

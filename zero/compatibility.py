@@ -59,6 +59,13 @@ def initialize(
     """
     if model is None:
         raise ConfigError("zero.initialize needs a model")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if hasattr(model, "_orig_mod"):
+        raise ConfigError(
+            "this model is the result of torch.compile; pass the model itself, and compile its"
+            " blocks with block.compile() before zero.initialize"
+        )
     if isinstance(model, ZeroEngine):
         raise ConfigError("this model is an engine already; pass the model itself")
     source = choose_config(config, config_params, getattr(args, "deepspeed_config", None))

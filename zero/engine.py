@@ -207,6 +207,12 @@ class ZeroEngine(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Look up what the engine lacks on the model."""
+        if name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
+            raise AttributeError(
+                f"{name}: this version has no checkpoints; keep the weights with `with"
+                " zero.GatheredParameters(list(model.parameters())): torch.save("
+                "model.state_dict(), path)`"
+            )
         try:
             return super().__getattr__(name)
         except AttributeError:

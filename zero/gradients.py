@@ -89,7 +89,7 @@ class GradientReducer:
     def global_norm(self) -> float:
         """Return the L2 norm of the accumulated gradients of all ranks, computed in fp64.
 
-        Squares are summed in parameter then rank order (DESIGN 6a). A collective.
+        Squares are summed in parameter then rank order, see [Note: block norm]. A collective.
         """
         for segment in self._segments:
             if not self._store.has_gradient(segment.index):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
@@ -148,6 +149,13 @@ def make_optimizer(
         ConfigError: if the optimizer is one that this version cannot run.
     """
     if optimizer is not None:
+        if named is not None:
+            warnings.warn(
+                "the optimizer section of the configuration has no effect: an optimizer object was"
+                " passed",
+                UserWarning,
+                stacklevel=3,
+            )
         adopted = _adopt(optimizer)
         _check_membership(model, adopted)
         return adopted

@@ -203,13 +203,18 @@ def _unlimited_bytes(request: PlacementRequest) -> int:
 
 def describe_segments(segments: Sequence[SegmentSpec]) -> str:
     """Return one line on how much of the model is trained, frozen and in which types."""
+    by_unit: dict[str, int] = {}
+    for segment in segments:
+        by_unit[segment.unit] = by_unit.get(segment.unit, 0) + sum(segment.numels)
+    largest = max(by_unit, key=by_unit.__getitem__, default="")
     trained = sum(sum(segment.numels) for segment in segments if segment.trainable)
     total = sum(sum(segment.numels) for segment in segments)
     types = sorted({segment.element.value for segment in segments})
-    units = len({segment.unit_index for segment in segments})
+    share = by_unit.get(largest, 0) / total if total else 0.0
     return (
-        f"{total:,} parameters ({trained:,} trained) in {units} units,"
-        f" {', '.join(types) or ElementType.FP32.value}"
+        f"{total:,} parameters ({trained:,} trained), {', '.join(types) or ElementType.FP32.value};"
+        f" units: {len(by_unit)}, the largest ({largest}) has {share:.0%} of the model and is"
+        " unsharded as a whole"
     )
 
 
@@ -226,6 +231,9 @@ def plan_table(plan: Plan) -> Table:
     table.add_section()
     table.add_row("", "host budget", f"{memory.host_budget_bytes:,}")
     table.add_row("", "host planned", f"{memory.host_bytes:,}")
+    table.add_row(
+        "", "RAM in all (host and device)", f"{memory.host_bytes + memory.device_bytes:,}"
+    )
     if memory.slots.count:
         slots = memory.slots
         table.add_row("", f"{slots.count} slots of", f"{slots.size_bytes:,}")

@@ -1,4 +1,4 @@
-"""The bit reference: AdamW and the global norm on whole, unsharded parameters, by DESIGN 6a.
+"""The bit reference: AdamW and the global norm on whole, unsharded parameters.
 
 It imports nothing of the product and is written to be read, not to be fast. Every tier, format,
 budget and thread count must give exactly these bits.

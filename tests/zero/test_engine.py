@@ -211,6 +211,7 @@ def test_a_torch_optimizer_and_a_scheduler_bound_to_it_work() -> None:
 def test_other_optimizers_are_refused_by_name() -> None:
     model = make_model()
     config = make_config(host_memory=MEMORY)
+    del config["optimizer"]
     for optimizer, words in (
         (torch.optim.SGD(model.parameters(), lr=0.1), "SGD"),
         (torch.optim.AdamW(model.parameters(), amsgrad=True), "amsgrad"),

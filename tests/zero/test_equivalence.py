@@ -1,4 +1,4 @@
-"""The tier does not change the result: the grid of issue promises, bit for bit.
+"""The tier does not change the result, bit for bit.
 
 Each world size is started once and runs the whole grid; the tests look at what it reported.
 """

@@ -17,10 +17,11 @@ from tests.support.tiny import make_batch, make_model
 MEMORY = "1GB"
 
 
-def engine_of(model: nn.Module, **arguments: Any) -> zero.ZeroEngine:
-    engine, _, _, _ = zero.initialize(
-        model=model, config=make_config(host_memory=MEMORY), **arguments
-    )
+def engine_of(model: Any, **arguments: Any) -> zero.ZeroEngine:
+    config = make_config(host_memory=MEMORY)
+    if "optimizer" in arguments:
+        del config["optimizer"]
+    engine, _, _, _ = zero.initialize(model=model, config=config, **arguments)
     return engine
 
 
@@ -204,3 +205,28 @@ def test_a_path_that_cannot_be_used_is_refused_even_if_nothing_pages(tmp_path: P
     )
     with pytest.raises((OSError, zero.ConfigError), match="missing"):
         zero.initialize(model=make_model(), config=config)
+
+
+def test_models_that_are_no_models_are_refused() -> None:
+    with pytest.raises(zero.ConfigError, match="got str"):
+        engine_of("x")
+    with pytest.raises(zero.ConfigError, match=r"torch\.compile"):
+        engine_of(torch.compile(make_model(), backend="eager"))
+
+
+def test_checkpoints_say_what_to_do_instead() -> None:
+    model = make_model()
+    engine = engine_of(model)
+    with pytest.raises(AttributeError, match="GatheredParameters"):
+        engine.save_checkpoint("somewhere")
+    with zero.GatheredParameters(list(model.parameters())):
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+    assert torch.equal(state["norm.weight"], torch.ones(16))
+    engine.destroy()
+
+
+def test_a_configured_optimizer_beside_an_object_is_told() -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.warns(UserWarning, match="optimizer section of the configuration has no effect"):
+        zero.initialize(model=model, optimizer=optimizer, config=make_config(host_memory=MEMORY))

@@ -95,7 +95,7 @@ REFUSALS = (
     Refusal(
         {"directories": ("several",)},
         "tiers.nvme",
-        "this version keeps swap files in one directory",
+        "this version keeps the swap file of a rank in one directory",
         "name one, of a striped volume where there are several drives",
     ),
 )

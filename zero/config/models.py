@@ -86,7 +86,7 @@ class Aio(Section):
         "read straight into device memory (GPUDirect Storage)",
         default=False,
         why=_LATER,
-        instead="write false; transfers go through pinned host memory",
+        instead="write false",
     )
 
 

@@ -164,10 +164,11 @@ def _open_nameless(directory: Path, flags: int) -> int:
 
 
 def _unwritable(directory: Path, error: OSError) -> OSError:
+    remedy = f"give user {os.geteuid()} the right to write there, or name another directory"
+    if error.errno == errno.EROFS:
+        remedy = "name a directory on a file system that is mounted for writing"
     return type(error)(
-        error.errno,
-        f"nvme_path {directory} cannot be written: {error.strerror}; give user {os.geteuid()} the "
-        "right to write there, or name another directory",
+        error.errno, f"nvme_path {directory} cannot be written: {error.strerror}; {remedy}"
     )
 
 

@@ -174,7 +174,7 @@ class ZeroOptimization(Section):
     load_from_fp32_weights: Annotated[bool, Switch()] = no_effect(
         "restore masters from fp32 weights",
         default=True,
-        why="the exact fp32 masters are always restored",
+        why="this version saves no checkpoints",
     )
     elastic_checkpoint: Annotated[bool, Switch()] = no_effect(
         "checkpoints for another world size", default=False, why=_STAGE_1_2
@@ -271,10 +271,12 @@ class ZeroOptimization(Section):
         "a linear layer that saves memory", default=True, why="modules are used as they are"
     )
     pipeline_loading_checkpoint: Annotated[bool, Switch()] = no_effect(
-        "load modules in a pipeline", default=False, why="loading reads shards, never whole modules"
+        "load modules in a pipeline", default=False, why="this version loads no checkpoints"
     )
     override_module_apply: Annotated[bool, Switch()] = no_effect(
-        "gather in nn.Module.apply", default=True, why="a parameter that is touched gathers itself"
+        "gather in nn.Module.apply",
+        default=True,
+        why="a sharded parameter that is touched raises with the fix; nothing is patched",
     )
     log_trace_cache_warnings: Annotated[bool, Switch()] = no_effect(
         "log a changed order of modules", default=False, why="a changed order is normal here"
