@@ -42,7 +42,7 @@ def check_kernels() -> str:
             param, grad, first, second, scalars
         )
         results.append(np.concatenate([param, first, second]).view(np.uint32))
-    if not np.array_equal(*results):
+    if not np.array_equal(results[0], results[1]):
         raise RuntimeError("native and numpy kernels differ in bits")
     return f"{3 * NUMEL:,} values, equal bits"
 
@@ -67,6 +67,7 @@ def check_step() -> str:
             }
             engine, _, _, _ = zero.initialize(model=model, config=config)
             generator = torch.Generator().manual_seed(1)
+            loss = torch.tensor(float("nan"))
             for _ in range(3):
                 x = torch.randn(4, 256, generator=generator)
                 loss = (engine(x) - x).square().mean()

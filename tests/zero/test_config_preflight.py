@@ -90,9 +90,12 @@ def test_refusals_name_path_value_and_fix(tmp_path: Path, monkeypatch: pytest.Mo
     assert caught.value.errno == errno.ENOSPC
 
 
-@pytest.mark.parametrize("error", [errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [(errno.EACCES, "give user"), (errno.EROFS, "a file system that is mounted for writing")],
+)
 def test_a_directory_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, remedy: str
 ) -> None:
     mounted(monkeypatch, "ext4")
 
@@ -101,7 +104,7 @@ def test_a_directory_that_cannot_be_written(
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(
-        OSError, match=rf"nvme_path {tmp_path} cannot be written: .*; give user"
+        OSError, match=rf"nvme_path {tmp_path} cannot be written: .*; .*{remedy}"
     ) as caught:
         preflight(tmp_path, 1)
     assert caught.value.errno == error
