@@ -3,8 +3,11 @@
 # modules, kernel parity, one tiny step. Run it before anything else there.
 #
 #     scripts/device_smoke.sh          uses the machine's own Python and torch, and wheels of what it
-#                                      lacks (pydantic, rich) from the folder .wheels
+#                                      lacks (pydantic, pydantic-core, annotated-types and
+#                                      typing-inspection, say) from the folder .wheels
 #     scripts/device_smoke.sh --cpu    the same checks in .venv, on the machine you develop on
+#
+# Afterwards, PYTHONPATH=.device-site python3 has the package.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,9 +17,10 @@ if [[ ${1:-} == --cpu ]]; then
   exec "$VENV_PYTHON" scripts/smoke.py
 fi
 
-python3 -m venv --system-site-packages .venv-device
+install=(python3 -m pip install -q --no-index --no-deps --upgrade --target .device-site)
 if compgen -G ".wheels/*.whl" >/dev/null; then
-  .venv-device/bin/pip install -q --no-index --no-deps .wheels/*.whl
+  "${install[@]}" .wheels/*.whl
 fi
-TIERZERO_REQUIRE_NATIVE=1 .venv-device/bin/pip install -q --no-index --no-deps --no-build-isolation -e .
-exec .venv-device/bin/python scripts/smoke.py
+export PYTHONPATH=$PWD/.device-site
+TIERZERO_REQUIRE_NATIVE=1 "${install[@]}" --no-build-isolation .
+exec python3 scripts/smoke.py
