@@ -1,4 +1,9 @@
-"""The native thread engine. Addresses and descriptors are integers; `owner` keeps both alive."""
+"""The native engines. Addresses and descriptors are integers; `owner` keeps both alive.
+
+A file slot or edge descriptor of -1 is none.
+"""
+
+from collections.abc import Callable
 
 from aio_ops.transfer import Transfer as Owner
 
@@ -15,12 +20,30 @@ class Result:
 class Transfer:
     """The core's record of a transfer."""
 
-class ThreadEngine:
-    """A pool of threads that move blocks of transfers, in the order of submission."""
+class Activity:
+    """What an engine is doing."""
 
-    def __init__(self, thread_count: int, block_bytes: int, queue_depth: int) -> None: ...
     @property
     def in_flight(self) -> int: ...
+    @property
+    def blocks_taken(self) -> int: ...
+    @property
+    def moved_bytes(self) -> int: ...
+    @property
+    def busy_s(self) -> float: ...
+    @property
+    def since_progress_s(self) -> float: ...
+
+class Engine:
+    """What every native engine does."""
+
+    @property
+    def in_flight(self) -> int: ...
+    @property
+    def activity(self) -> Activity: ...
+    def watch(self, stall_s: float, on_stall: Callable[[Activity], None]) -> None:
+        """Call `on_stall`, which must not refer to this engine, while a wait sees no progress."""
+
     def submit(
         self,
         *,
@@ -31,8 +54,33 @@ class ThreadEngine:
         address: int,
         size_bytes: int,
         alignment_bytes: int,
+        file_slot: int = -1,
+        edge_descriptor: int = -1,
     ) -> Transfer: ...
     def wait(self, transfer: Transfer, timeout_s: float | None) -> Result | None: ...
     def take_finished(self) -> list[tuple[Owner, Result]]: ...
     def drain(self) -> None: ...
     def close(self) -> None: ...
+
+class ThreadEngine(Engine):
+    """A pool of threads that move blocks of transfers, in the order of submission."""
+
+    def __init__(self, thread_count: int, block_bytes: int, queue_depth: int) -> None: ...
+
+class UringEngine(Engine):
+    """One io_uring; OSError when the kernel refuses it."""
+
+    def __init__(self, block_bytes: int, queue_depth: int) -> None: ...
+    def add_file(self, descriptor: int) -> int:
+        """Return the slot of a registered file, or the negated errno."""
+
+    def remove_file(self, slot: int) -> None: ...
+    def add_memory(self, address: int, size_bytes: int) -> int:
+        """Return 0 once the memory is registered, or the errno."""
+
+    def remove_memory(self, address: int) -> None: ...
+
+class AioEngine(Engine):
+    """Linux kernel AIO, a context for reads and one for writes; OSError when it is refused."""
+
+    def __init__(self, block_bytes: int, queue_depth: int) -> None: ...

@@ -6,7 +6,7 @@ import os
 import warnings
 from pathlib import Path
 from types import TracebackType
-from typing import Self, assert_never
+from typing import NamedTuple, Self, assert_never
 
 from aio_ops.linux import require_linux
 from aio_ops.memory import Span
@@ -32,10 +32,16 @@ class Engine(abc.ABC):
         self._stopped = False
         self._process_id = os.getpid()
 
-    def create_file(self, directory: Path, size_bytes: int) -> TransferFile:
-        """Return a new file of `size_bytes` zero bytes in `directory`."""
+    def create_file(
+        self, directory: Path, size_bytes: int, *, any_alignment: bool = False
+    ) -> TransferFile:
+        """Return a new file of `size_bytes` zero bytes in `directory`.
+
+        With `any_alignment` its transfers may have any offset, size and address; what is not
+        aligned costs a copy through the page cache.
+        """
         self._require_usable()
-        return SwapFile.create(directory, size_bytes)
+        return SwapFile.create(directory, size_bytes, any_alignment=any_alignment)
 
     def submit_read(self, file: TransferFile, offset: int, span: Span) -> Ticket:
         """Start to fill `span` from the file; its bytes are undefined until the ticket is done."""
@@ -49,6 +55,10 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def in_flight(self) -> int:
         """The number of transfers that are not done."""
+
+    @abc.abstractmethod
+    def watch(self, stall_s: float) -> None:
+        """Warn those who wait whenever nothing has completed for `stall_s` seconds."""
 
     @abc.abstractmethod
     def drain(self) -> None:
@@ -112,7 +122,7 @@ def check_request(file: TransferFile, offset: int, span: Span) -> None:
             f"bytes {offset} to {offset + span.size_bytes} are not inside {file.path}, which has "
             f"{file.size_bytes} bytes"
         )
-    if not file.direct:
+    if not file.direct or file.any_alignment:
         return
     alignment_bytes = file.alignment_bytes
     for what, value in (
@@ -124,7 +134,7 @@ def check_request(file: TransferFile, offset: int, span: Span) -> None:
             raise ValueError(
                 f"direct I/O on {file.path} needs {what} to be a multiple of {alignment_bytes}, "
                 f"got {value} ({value % alignment_bytes} too many); carve spans from a HostArena "
-                "and round extents up with align_up"
+                "and round extents up with align_up, or create the file with any_alignment"
             )
 
 
@@ -141,15 +151,20 @@ class EngineKind(enum.StrEnum):
 def open_engine(
     kind: str = "auto",
     *,
+    directory: Path | None = None,
     thread_count: int = 4,
     block_bytes: int = 1 << 20,
     queue_depth: int = 32,
 ) -> Engine:
     """Return an engine of the kind asked for, or raise why that cannot be.
 
-    `thread_count` blocks of `block_bytes` move at once. `queue_depth` is the number of transfers
-    that may be in flight; a further submit waits for one of them. "auto" takes the best engine
-    that works here and says in `Engine.reason` what it refused.
+    `queue_depth` is the number of transfers that may be in flight; a further submit waits for one
+    of them. `thread_count` blocks of `block_bytes` move at once on threads, `queue_depth` blocks
+    on the kernel's own queues.
+
+    "auto" takes the best engine that works in `directory`, where each is tried on a small file, and
+    says in `Engine.reason` why it refused the better ones. Without a directory it takes threads,
+    which work in every one.
     """
     require_linux()
     _check_settings(thread_count, block_bytes, queue_depth)
@@ -158,17 +173,40 @@ def open_engine(
     except ValueError:
         known = ", ".join(repr(known.value) for known in EngineKind)
         raise ValueError(f"there is no engine {kind!r}; choose one of {known}") from None
-    match asked:
-        case EngineKind.AUTO:
-            return _open_best(thread_count, block_bytes, queue_depth)
+    sizes = _Sizes(thread_count, block_bytes, queue_depth)
+    if asked is EngineKind.AUTO:
+        return _open_best(sizes, directory)
+    return _open(asked, sizes, "asked for by name")
+
+
+class _Sizes(NamedTuple):
+    thread_count: int
+    block_bytes: int
+    queue_depth: int
+
+
+def _open(kind: EngineKind, sizes: _Sizes, reason: str) -> Engine:
+    match kind:
         case EngineKind.THREADS:
-            return _open_threads(thread_count, block_bytes, queue_depth, "asked for by name")
+            from aio_ops.threads_engine import ThreadsEngine
+
+            return ThreadsEngine(*sizes, reason)
         case EngineKind.PYTHON:
-            return _open_python(thread_count, block_bytes, queue_depth, "asked for by name")
-        case EngineKind.IO_URING | EngineKind.KERNEL_AIO:
-            raise ValueError(f"{asked.value} is not in this version; use threads")
+            from aio_ops.python_engine import PythonEngine
+
+            return PythonEngine(*sizes, reason)
+        case EngineKind.IO_URING:
+            from aio_ops.kernel_engines import IoUringEngine
+
+            return IoUringEngine(sizes.block_bytes, sizes.queue_depth, reason)
+        case EngineKind.KERNEL_AIO:
+            from aio_ops.kernel_engines import KernelAioEngine
+
+            return KernelAioEngine(sizes.block_bytes, sizes.queue_depth, reason)
+        case EngineKind.AUTO:
+            raise ValueError("auto is not an engine but a choice of one")
         case _:
-            assert_never(asked)
+            assert_never(kind)
 
 
 def _check_settings(thread_count: int, block_bytes: int, queue_depth: int) -> None:
@@ -185,13 +223,12 @@ def _check_settings(thread_count: int, block_bytes: int, queue_depth: int) -> No
         )
 
 
-def _open_best(thread_count: int, block_bytes: int, queue_depth: int) -> Engine:
-    from aio_ops.threads_engine import native_unavailable_reason
+def _open_best(sizes: _Sizes, directory: Path | None) -> Engine:
+    from aio_ops.native_engine import native_unavailable_reason
 
     refusal = native_unavailable_reason()
     if refusal is None:
-        reason = "the best engine of this version; io_uring and kernel_aio are not in it"
-        return _open_threads(thread_count, block_bytes, queue_depth, reason)
+        return _open_probed(sizes, directory)
     if os.environ.get("TIERZERO_REQUIRE_NATIVE") == "1":
         raise RuntimeError(
             f"TIERZERO_REQUIRE_NATIVE=1, but the native engine does not load: {refusal}"
@@ -201,17 +238,18 @@ def _open_best(thread_count: int, block_bytes: int, queue_depth: int) -> Engine:
         RuntimeWarning,
         stacklevel=3,
     )
-    reason = f"threads was refused: {refusal}"
-    return _open_python(thread_count, block_bytes, queue_depth, reason)
+    return _open(EngineKind.PYTHON, sizes, f"threads was refused: {refusal}")
 
 
-def _open_threads(thread_count: int, block_bytes: int, queue_depth: int, reason: str) -> Engine:
-    from aio_ops.threads_engine import ThreadsEngine
+def _open_probed(sizes: _Sizes, directory: Path | None) -> Engine:
+    from aio_ops.probe import report
 
-    return ThreadsEngine(thread_count, block_bytes, queue_depth, reason)
-
-
-def _open_python(thread_count: int, block_bytes: int, queue_depth: int, reason: str) -> Engine:
-    from aio_ops.python_engine import PythonEngine
-
-    return PythonEngine(thread_count, block_bytes, queue_depth, reason)
+    if directory is None:
+        reason = "io_uring and kernel_aio are only chosen for a directory, and none was given"
+        return _open(EngineKind.THREADS, sizes, reason)
+    found = report(directory)
+    best, reason = EngineKind(found.best), found.reason
+    try:
+        return _open(best, sizes, reason)
+    except OSError as error:  # what was probed was smaller than what is needed
+        return _open(EngineKind.THREADS, sizes, f"{reason}; {best.value} was refused: {error}")

@@ -48,14 +48,22 @@ def stated_direct_alignment(descriptor: int) -> int | None:
 
     None: the kernel does not say. 0: the file system says that direct I/O is not possible.
     """
+    memory_bytes, offset_bytes = stated_direct_alignments(descriptor)
+    if memory_bytes is None or offset_bytes is None:
+        return None
+    return max(memory_bytes, offset_bytes)
+
+
+def stated_direct_alignments(descriptor: int) -> tuple[int | None, int | None]:
+    """Return the same for memory addresses and for file offsets."""
     buffer = ctypes.create_string_buffer(_STATX_SIZE_BYTES)
     try:
         failed = libc().statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer)
     except AttributeError:  # a C library older than the call
-        return None
+        return None, None
     mask = int.from_bytes(buffer.raw[:4], sys.byteorder)
     if failed or not mask & _STATX_DIOALIGN:
-        return None
+        return None, None
     memory = buffer.raw[_DIO_MEMORY_ALIGN_AT : _DIO_MEMORY_ALIGN_AT + 4]
     offset = buffer.raw[_DIO_OFFSET_ALIGN_AT : _DIO_OFFSET_ALIGN_AT + 4]
-    return max(int.from_bytes(memory, sys.byteorder), int.from_bytes(offset, sys.byteorder))
+    return int.from_bytes(memory, sys.byteorder), int.from_bytes(offset, sys.byteorder)

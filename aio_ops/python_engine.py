@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from aio_ops.engine import Engine
 from aio_ops.memory import Span, align_up
 from aio_ops.transfer import Operation, Outcome, Ticket, Transfer, TransferFile
+from aio_ops.watchdog import STALL_WARNING_S, Observed, warn_of_stall
 
 _AGAIN_LIMIT = 1000
 _SIGNAL_INTERVAL_S = 0.1
@@ -69,6 +70,40 @@ def _write_once(descriptor: int, view: memoryview, offset: int) -> int:
     return os.pwritev(descriptor, [view], offset)
 
 
+def _cut(offset: int, file: TransferFile, span: Span, block_bytes: int) -> list[Block]:
+    """Return the blocks of a transfer: of its ragged edges, if it has any, and of its middle."""
+    alignment_bytes = file.alignment_bytes if file.direct else 1
+    block_bytes = align_up(block_bytes, alignment_bytes)
+    middle = range(span.size_bytes)
+    edge_descriptor = file.edge_fileno()
+    if edge_descriptor >= 0:
+        middle = aligned_middle(offset, span.size_bytes, span.address, alignment_bytes)
+    view = span.view()
+    parts = (
+        (range(middle.start), edge_descriptor, 1),
+        (middle, file.fileno(), alignment_bytes),
+        (range(middle.stop, span.size_bytes), edge_descriptor, 1),
+    )
+    return [
+        Block(
+            descriptor,
+            offset + start,
+            view[start : min(start + block_bytes, part.stop)],
+            part_alignment_bytes,
+        )
+        for part, descriptor, part_alignment_bytes in parts
+        for start in range(part.start, part.stop, block_bytes)
+    ]
+
+
+def aligned_middle(offset: int, size_bytes: int, address: int, alignment_bytes: int) -> range:
+    """Return the bytes of a transfer that can be direct: all those in whole sectors, or none."""
+    first = align_up(offset, alignment_bytes) - offset
+    last = (offset + size_bytes) // alignment_bytes * alignment_bytes - offset
+    in_step = (address - offset) % alignment_bytes == 0
+    return range(first, last) if in_step and first < last else range(0)
+
+
 class _Progress:
     """The blocks of a transfer: those that no thread has taken, and what came of the others."""
 
@@ -110,8 +145,27 @@ class PythonEngine(Engine):
         self._queue_depth = queue_depth
         self._changed = threading.Condition()  # guards what follows and every _Progress
         self._active: set[_Progress] = set()
+        self._blocks_taken = self._moved_bytes = 0
+        self._busy_s = self._busy_since = self._progress_at = 0.0
+        self._stall_s = self._warn_from_s = STALL_WARNING_S
         self._pool = ThreadPoolExecutor(thread_count, thread_name_prefix="aio_ops")
         self._start_threads()
+
+    def watch(self, stall_s: float) -> None:
+        """Warn those who wait whenever nothing has completed for `stall_s` seconds."""
+        self._stall_s = self._warn_from_s = stall_s
+
+    def _look(self) -> None:
+        """Warn of a stall; the lock is held."""
+        now = time.monotonic()
+        since_progress_s = now - self._progress_at if self._active else 0.0
+        if since_progress_s < self._stall_s:
+            self._warn_from_s = self._stall_s
+        elif since_progress_s >= self._warn_from_s:
+            self._warn_from_s = since_progress_s + self._stall_s
+            busy_s = self._busy_s + now - self._busy_since
+            taken = (len(self._active), self._blocks_taken, self._moved_bytes)
+            warn_of_stall(self.name, Observed(*taken, busy_s, since_progress_s))
 
     @property
     def in_flight(self) -> int:
@@ -138,24 +192,14 @@ class PythonEngine(Engine):
             raise
 
     def _start(self, transfer: Transfer, file: TransferFile, span: Span) -> Ticket:
-        alignment_bytes = file.alignment_bytes if file.direct else 1
-        block_bytes = align_up(self._block_bytes, alignment_bytes)
-        view = span.view()
-        descriptor = file.fileno()
-        blocks = [
-            Block(
-                descriptor,
-                transfer.offset + start,
-                view[start : start + block_bytes],
-                alignment_bytes,
-            )
-            for start in range(0, span.size_bytes, block_bytes)
-        ]
+        blocks = _cut(transfer.offset, file, span, self._block_bytes)
         move_once = _read_once if transfer.operation is Operation.READ else _write_once
         progress = _Progress(transfer, blocks, move_once)
         with self._changed:
             self._wait_until(lambda: len(self._active) < self._queue_depth)
             self._require_usable()
+            if not self._active:
+                self._busy_since = self._progress_at = time.monotonic()
             self._active.add(progress)
             for _ in range(min(len(blocks), self._thread_count)):
                 self._pool.submit(self._move_blocks, progress)
@@ -166,8 +210,9 @@ class PythonEngine(Engine):
         while True:
             with self._changed:
                 block = progress.take_block()
-            if block is None:
-                return
+                if block is None:
+                    return
+                self._blocks_taken += 1
             try:
                 outcome = move_block(block, progress.move_once)
             except BaseException as error:  # noqa: BLE001  the ticket reports it, whatever it is
@@ -175,9 +220,14 @@ class PythonEngine(Engine):
             del block  # it refers to memory that the ticket is about to let go
             with self._changed:
                 progress.add(outcome)
+                self._blocks_taken -= 1
+                self._moved_bytes += outcome.moved_bytes
+                self._progress_at = time.monotonic()
                 if progress.blocks_left == 0:
                     progress.transfer.finish(progress.total())
                     self._active.discard(progress)
+                    if not self._active:
+                        self._busy_s += self._progress_at - self._busy_since
                     self._changed.notify_all()
 
     def _advance(self, transfer: Transfer, timeout_s: float | None) -> None:
@@ -191,6 +241,7 @@ class PythonEngine(Engine):
         while not self._changed.wait_for(
             holds, min(_SIGNAL_INTERVAL_S, deadline - time.monotonic())
         ):
+            self._look()
             if time.monotonic() >= deadline:
                 return
 

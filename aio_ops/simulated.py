@@ -68,8 +68,9 @@ class SimulatedFile:
     direct = True
     alignment_bytes = _ALIGNMENT_BYTES
 
-    def __init__(self, path: Path, size_bytes: int) -> None:
+    def __init__(self, path: Path, size_bytes: int, *, any_alignment: bool = False) -> None:
         self.path = path
+        self.any_alignment = any_alignment
         self.size_bytes = size_bytes
         self.contents = bytearray(size_bytes)
         self._closed = False
@@ -77,6 +78,10 @@ class SimulatedFile:
     def fileno(self) -> int:
         """Raise: there is no descriptor behind a simulated file."""
         raise io.UnsupportedOperation(f"{self.path} has no descriptor")
+
+    def edge_fileno(self) -> int:
+        """Return -1: there is no page cache either."""
+        return -1
 
     def lease(self) -> object:
         """Return an object that keeps the bytes, or raise ValueError when the file is closed."""
@@ -122,17 +127,23 @@ class SimulatedDisk(Engine):
         self._reorder = reorder
         self._pending: list[_Pending] = []
 
-    def create_file(self, directory: Path, size_bytes: int) -> SimulatedFile:
+    def create_file(
+        self, directory: Path, size_bytes: int, *, any_alignment: bool = False
+    ) -> SimulatedFile:
         """Return a file of zero bytes in memory; the directory only serves messages."""
         self._require_usable()
         if size_bytes <= 0:
             raise ValueError(f"a swap file cannot have {size_bytes} bytes")
-        return SimulatedFile(Path(directory) / "<simulated swap file>", size_bytes)
+        path = Path(directory) / "<simulated swap file>"
+        return SimulatedFile(path, size_bytes, any_alignment=any_alignment)
 
     @property
     def in_flight(self) -> int:
         """The number of transfers that are not done."""
         return len(self._pending)
+
+    def watch(self, stall_s: float) -> None:
+        """Do nothing: a simulated disk never stalls."""
 
     def drain(self) -> None:
         """Complete everything that is pending; failures stay with their tickets."""

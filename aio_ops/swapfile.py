@@ -25,9 +25,12 @@ class Descriptor:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.edge: Descriptor | None = None  # the same file through the page cache
 
     def close(self) -> None:
         """Close it now; only right while no transfer can be using it."""
+        if self.edge is not None:
+            self.edge.close()
         number, self.number = self.number, -1
         if number >= 0:
             # If closed underneath: the file has no name, so there is nothing left to lose.
@@ -57,17 +60,22 @@ class SwapFile:
         self._descriptor: Descriptor | None = descriptor
 
     @classmethod
-    def create(cls, directory: Path, size_bytes: int) -> "SwapFile":
+    def create(cls, directory: Path, size_bytes: int, *, any_alignment: bool = False) -> "SwapFile":
         """Return a new file of `size_bytes` zero bytes in `directory`, or raise what is missing.
 
-        Where direct I/O is refused the file is buffered and one warning says so.
+        Where direct I/O is refused the file is buffered and one warning says so. With
+        `any_alignment` a direct file also takes requests that are not aligned: their aligned middle
+        is direct and their ragged edges go through the page cache.
         """
         require_linux()
         if not 0 < size_bytes < 1 << 62:
             raise ValueError(f"a swap file cannot have {size_bytes} bytes")
         descriptor = Descriptor(_open_unnamed(directory))
         try:
-            return cls._prepare(descriptor, directory, size_bytes)
+            file = cls._prepare(descriptor, directory, size_bytes)
+            if any_alignment and file.direct:
+                descriptor.edge = _open_edge(descriptor.number)
+            return file
         except BaseException:
             descriptor.close()  # not left to the frames of the error: they would keep the space
             raise
@@ -104,6 +112,16 @@ class SwapFile:
         """Return the descriptor's number, or raise ValueError when the file is closed."""
         return self.lease().number
 
+    @property
+    def any_alignment(self) -> bool:
+        """Whether requests that are not aligned are taken, too."""
+        return not self.direct or self.edge_fileno() >= 0
+
+    def edge_fileno(self) -> int:
+        """Return the descriptor for what is not aligned, or -1 when there is none."""
+        edge = self.lease().edge
+        return -1 if edge is None else edge.number
+
     def close(self) -> None:
         """Give the file up; its space is freed once no transfer uses it any more."""
         self._descriptor = None
@@ -131,6 +149,14 @@ def _open_unnamed(directory: Path) -> int:
     descriptor, name = tempfile.mkstemp(prefix=".tierzero-", dir=directory)
     Path(name).unlink()
     return descriptor
+
+
+def _open_edge(descriptor: int) -> Descriptor:
+    """Open a file again, without direct I/O: a flag of an open file holds for all who use it."""
+    edge = Descriptor(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+    # No reading ahead: that would fill the page cache with what direct I/O is about to change.
+    os.posix_fadvise(edge.number, 0, 0, os.POSIX_FADV_RANDOM)
+    return edge
 
 
 def _reserve(descriptor: int, directory: Path, size_bytes: int) -> None:

@@ -47,8 +47,15 @@ class TransferFile(Protocol):
     def direct(self) -> bool:
         """Whether the page cache is bypassed."""
 
+    @property
+    def any_alignment(self) -> bool:
+        """Whether requests of any offset, size and address are taken although `direct` holds."""
+
     def fileno(self) -> int:
         """Return the descriptor's number."""
+
+    def edge_fileno(self) -> int:
+        """Return a descriptor of the same file through the page cache, or -1 when there is none."""
 
     def lease(self) -> object:
         """Return an object that keeps the descriptor open as long as it is held."""

@@ -113,10 +113,13 @@ def parse_config(config: ConfigSource, model: nn.Module) -> ZeroConfig:
 
 
 def open_io_engine(settings: Settings) -> Engine:
-    """Open the engine that the settings ask for."""
+    """Open the engine that the settings ask for; "auto" tries each in the swap directory."""
     aio = settings.aio
+    pages = Tier.NVME in (settings.parameter_offload.tier, settings.optimizer_offload.tier)
+    path = settings.tiers.nvme[0].path if pages and settings.tiers.nvme else None
     return open_engine(
         aio.engine,
+        directory=path if path is not None and path.is_dir() else None,
         thread_count=aio.thread_count,
         block_bytes=aio.block_bytes,
         queue_depth=aio.queue_depth,

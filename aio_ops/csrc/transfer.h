@@ -1,18 +1,18 @@
-// What moves: blocks, and the one loop that moves a block however many calls the kernel needs.
+// What moves: blocks, and the one place that knows how a block goes on however many calls it needs.
 #pragma once
-
-#include <sched.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 
 namespace tierzero::aio {
 
 enum class Operation { kRead, kWrite };
+
+constexpr uint64_t align_up(uint64_t size_bytes, uint64_t alignment_bytes) {
+  return (size_bytes + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
+}
 
 // Bytes of a file and the memory they go to or come from. `alignment_bytes` is what direct I/O on
 // the file needs, 1 for a buffered file.
@@ -23,14 +23,15 @@ struct Block {
   std::byte* data;
   uint64_t size_bytes;
   uint64_t alignment_bytes;
+  int file_slot = -1;        // where the queue has the file registered, or -1
+  int edge_descriptor = -1;  // the same file buffered, for what is not aligned, or -1
 
   Block part(uint64_t start_bytes, uint64_t part_bytes) const {
-    return {operation,
-            descriptor,
-            offset_bytes + start_bytes,
-            data + start_bytes,
-            part_bytes,
-            alignment_bytes};
+    Block block = *this;
+    block.offset_bytes += start_bytes;
+    block.data += start_bytes;
+    block.size_bytes = part_bytes;
+    return block;
   }
 };
 
@@ -41,53 +42,50 @@ struct Result {
   bool ended_early = false;
 };
 
-// One system call: returns the bytes moved, or the negated errno.
-using MoveOnce = std::function<int64_t(const Block&)>;
-
-inline int64_t move_with_kernel(const Block& block) {
-  const auto offset = static_cast<off_t>(block.offset_bytes);
-  const ssize_t moved = block.operation == Operation::kRead
-                            ? pread(block.descriptor, block.data, block.size_bytes, offset)
-                            : pwrite(block.descriptor, block.data, block.size_bytes, offset);
-  return moved < 0 ? -static_cast<int64_t>(errno) : static_cast<int64_t>(moved);
-}
-
 // A kernel that only ever answers "again" is an error, not an endless loop.
 inline constexpr int kAgainLimit = 1000;
 
-// Direct I/O can only go on from a sector boundary, so the rest of a short transfer starts at the
-// last whole sector. A call that does not even move one sector has met the end of the file.
-inline Result move_block(const Block& block, const MoveOnce& move_once) {
-  Result result;
-  int again_count = 0;
-  uint64_t position = 0;
-  while (position < block.size_bytes) {
-    const uint64_t left_bytes = block.size_bytes - position;
-    const int64_t answer = move_once(block.part(position, left_bytes));
-    if (answer == -EINTR) {
-      continue;
-    }
-    if (answer == -EAGAIN && ++again_count <= kAgainLimit) {
-      sched_yield();
-      continue;
+// How far a block has come. Direct I/O can only go on from a sector boundary, so the rest of a
+// short call starts at the last whole sector. A call that does not even move one sector has met the
+// end of the file.
+class Progress {
+ public:
+  explicit Progress(const Block& block) : block_(block) {}
+
+  Block rest() const { return block_.part(position_, block_.size_bytes - position_); }
+  const Result& result() const { return result_; }
+
+  // Takes what a call for rest() answered: the bytes moved, or the negated errno. Returns whether
+  // the block is over.
+  bool add(int64_t answer) {
+    if (answer == -EINTR || (answer == -EAGAIN && ++again_count_ <= kAgainLimit)) {
+      return false;
     }
     if (answer < 0) {
-      result.error_number = static_cast<int>(-answer);
-      return result;
+      result_.error_number = static_cast<int>(-answer);
+      return true;
     }
-    again_count = 0;
+    again_count_ = 0;
+    const uint64_t left_bytes = block_.size_bytes - position_;
     const auto moved_bytes = static_cast<uint64_t>(answer);
-    result.moved_bytes = std::max(result.moved_bytes, position + moved_bytes);
-    const uint64_t advance_bytes =
-        moved_bytes == left_bytes ? moved_bytes : moved_bytes - moved_bytes % block.alignment_bytes;
+    result_.moved_bytes = std::max(result_.moved_bytes, position_ + moved_bytes);
+    const uint64_t advance_bytes = moved_bytes == left_bytes
+                                       ? moved_bytes
+                                       : moved_bytes - moved_bytes % block_.alignment_bytes;
     if (advance_bytes == 0) {
-      result.error_number = EIO;
-      result.ended_early = true;
-      return result;
+      result_.error_number = EIO;
+      result_.ended_early = true;
+      return true;
     }
-    position += advance_bytes;
+    position_ += advance_bytes;
+    return position_ == block_.size_bytes;
   }
-  return result;
-}
+
+ private:
+  Block block_;
+  uint64_t position_ = 0;
+  int again_count_ = 0;
+  Result result_;
+};
 
 }  // namespace tierzero::aio

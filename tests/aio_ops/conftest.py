@@ -11,12 +11,12 @@ from tests.aio_ops.disks import mounted_ext4
 from tests.aio_ops.support import make_engine
 
 
-@pytest.fixture(params=["threads", "python", "simulated"])
+@pytest.fixture(params=["io_uring", "kernel_aio", "threads", "python", "simulated"])
 def engine_kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=["threads", "python"])
+@pytest.fixture(params=["io_uring", "kernel_aio", "threads", "python"])
 def real_kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -1,4 +1,4 @@
-"""What every engine does: one suite for the native threads, Python threads and SimulatedDisk."""
+"""What every engine does: one suite for all of them and for SimulatedDisk."""
 
 import contextlib
 import dataclasses
@@ -286,11 +286,7 @@ class Mover:
             self.moved_bytes[0] += ticket.moved_bytes
 
 
-@settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.lists(actions, min_size=1, max_size=40), st.integers(1, 6))
-def test_any_interleaving_equals_the_oracle(
+def check_interleaving(
     engine_kind: str, scratch: Path, steps: list[tuple[str, int, int]], queue_depth: int
 ) -> None:
     with (
@@ -315,3 +311,24 @@ def test_any_interleaving_equals_the_oracle(
             assert after[0] - before[0] >= mover.stored_bytes_read
             assert after[1] - before[1] >= asked[1]
         assert contents(file, 0, FILE_BYTES) == bytes(mover.expected)
+
+
+interleavings = given(st.lists(actions, min_size=1, max_size=40), st.integers(1, 6))
+quiet = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+
+@settings(max_examples=50, **quiet)
+@interleavings
+def test_any_interleaving_equals_the_oracle(
+    engine_kind: str, scratch: Path, steps: list[tuple[str, int, int]], queue_depth: int
+) -> None:
+    check_interleaving(engine_kind, scratch, steps, queue_depth)
+
+
+@pytest.mark.full
+@settings(max_examples=1000, **quiet)
+@interleavings
+def test_any_interleaving_equals_the_oracle_1000_times(
+    engine_kind: str, scratch: Path, steps: list[tuple[str, int, int]], queue_depth: int
+) -> None:
+    check_interleaving(engine_kind, scratch, steps, queue_depth)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import sys
@@ -44,6 +45,35 @@ def test_a_transfer_in_flight_is_not_done(
         assert ticket.done()
         assert real_engine.in_flight == 0
         assert contents(file, 0, len(data)) == data
+
+
+def test_whoever_waits_for_a_stalled_engine_is_told(
+    real_kind: str, ext4: Path, arena: HostArena, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "aio_ops.watchdog")
+    with (
+        make_engine(real_kind, queue_depth=2) as engine,
+        contextlib.closing(engine.create_file(ext4, 4 * BLOCK_BYTES)) as file,
+    ):
+        span = filled(arena, pattern(1, 2 * BLOCK_BYTES))
+        engine.submit_write(file, 0, span).wait()
+        engine.watch(0.1)
+        assert not caplog.records
+        with frozen(ext4) as thaw:
+            ticket = engine.submit_write(file, 2 * BLOCK_BYTES, span)
+            with pytest.raises(TimeoutError):
+                ticket.wait(1)
+            told = [record.getMessage() for record in caplog.records]
+            assert 1 <= len(told) <= 10
+            assert f"the engine {real_kind} has completed nothing for 0." in told[0]
+            assert "1 transfers are in flight" in told[0]
+            assert f"it moved {2 * BLOCK_BYTES} bytes before" in told[0]
+            thaw()
+            ticket.wait()
+        caplog.clear()
+        engine.submit_read(file, 0, span).wait()
+        engine.drain()
+        assert not caplog.records
 
 
 def test_a_read_overtakes_a_write_that_is_held(
@@ -252,9 +282,10 @@ def test_a_forked_child_cannot_use_the_engine_nor_harm_it(
         assert contents(file, 0, len(data)) == data
 
 
+@pytest.mark.parametrize("native_kind", ["io_uring", "kernel_aio", "threads"])
 @pytest.mark.parametrize("memory_too", [True, False])
 def test_an_engine_that_becomes_garbage_drains_before_memory_goes(
-    ext4: Path, *, memory_too: bool
+    ext4: Path, native_kind: str, *, memory_too: bool
 ) -> None:
     data = pattern(7, 4 * BLOCK_BYTES)
     file = SwapFile.create(ext4, len(data))
@@ -277,7 +308,7 @@ def test_an_engine_that_becomes_garbage_drains_before_memory_goes(
         gc.disable()
         gc.callbacks.append(on_collection)
         try:
-            engine = make_engine("threads")
+            engine = make_engine(native_kind)
             ticket = engine.submit_write(file, 0, span)
             garbage: list[object] = [engine, *([arena, span, ticket] if memory_too else [])]
             garbage.append(garbage)

@@ -51,11 +51,18 @@ def test_without_the_native_engine_threads_is_an_error(monkeypatch: pytest.Monke
         open_engine("auto")
 
 
+@pytest.mark.parametrize("kind", ["io_uring", "kernel_aio"])
+def test_without_the_native_module_its_engines_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    _hide_native(monkeypatch)
+    with pytest.raises(RuntimeError, match=r"native engine does not load.*use the engine 'python'"):
+        open_engine(kind)
+
+
 @pytest.mark.parametrize(
     ("kind", "choices", "message"),
     [
-        ("io_uring", {}, "io_uring is not in this version; use threads"),
-        ("kernel_aio", {}, "kernel_aio is not in this version; use threads"),
         ("uring", {}, "there is no engine 'uring'; choose one of 'auto', 'threads', 'python'"),
         ("python", {"thread_count": 0}, "thread_count must be from 1 to 1024, got 0"),
         ("python", {"queue_depth": 0}, "queue_depth must be .* got 0"),

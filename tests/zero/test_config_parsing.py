@@ -100,8 +100,8 @@ def refusal(source: object) -> str:
             'tiers.update_device: "device" is not available in this version; use "auto" or "cpu"',
         ),
         (
-            {"aio": {"engine": "io_uring"}},
-            'aio.engine: "io_uring" is not available in this version; use "auto", "threads" or',
+            {"aio": {"engine": "iouring"}},
+            'aio.engine: must be "auto", "io_uring", "kernel_aio", "threads" or "python", got',
         ),
         ({"tiers": {"durable": {"name": "run"}}}, 'tiers.durable: {"name": "run"} is not availabl'),
         ({"tiers": {"verify": True}}, "tiers.verify: true is not available: it is not in this ver"),

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import zero
+from aio_ops import open_engine
 from tests.support.configs import BETAS, EPS, LR, WEIGHT_DECAY, make_config
 from tests.support.observe import digest, full_gradients, full_parameters
 from tests.support.tiny import TinyTransformer, make_batch, make_model
@@ -415,3 +416,20 @@ def test_a_model_without_parameters_runs_forward() -> None:
     engine, _, _, _ = zero.initialize(model=nn.ReLU(), config=config)
     assert engine(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
     engine.destroy()
+
+
+@pytest.mark.nvme
+@pytest.mark.parametrize("kind", ["io_uring", "kernel_aio", "threads", "python"])
+def test_every_engine_trains_to_the_same_bits(scratch: Path, kind: str) -> None:
+    try:
+        open_engine(kind).close()
+    except OSError as error:
+        pytest.skip(f"{kind} cannot be had here: {error}")
+    engine, _, _, _ = zero.initialize(model=make_model(), config=paged(scratch, engine=kind))
+    assert engine.plan.engine_name == kind
+    paged_digest = train(engine, 3, per_window=False)
+    assert engine.ledger.snapshot().nvme_write_bytes > 0
+    engine.destroy()
+    plain, _, _, _ = zero.initialize(model=make_model(), config=make_config(host_memory=MEMORY))
+    assert train(plain, 3, per_window=False) == paged_digest
+    plain.destroy()

@@ -63,7 +63,7 @@ class Aio(Section):
     """How transfers are made."""
 
     engine: Annotated[
-        str, Choice(words=("auto", "threads", "python"), later=("io_uring", "kernel_aio"))
+        str, Choice(words=("auto", "io_uring", "kernel_aio", "threads", "python"))
     ] = key("which engine moves bytes (ours)", default="auto", auto=Auto.MACHINE)
     block_size: Annotated[int, Integer(minimum=4096, maximum=1 << 30, multiple_of=4096)] = key(
         "bytes of one request", default=1 << 20

@@ -1,21 +1,24 @@
-// An engine of positioned reads and writes on a pool of threads.
+// What all native engines share: transfers cut into blocks, and the threads that drive queues.
 //
 // [Note: what the mutex guards]
-// One mutex guards the queue, the counts and the unfinished part of every transfer. A transfer's
+// One mutex guards the feeds, the counts and the unfinished part of every transfer. A transfer's
 // result is written under it before `done` is set and never again, so whoever has seen `done` may
-// read the result, and the memory that was moved, without the mutex.
+// read the result, and the memory that was moved, without the mutex. A queue and the blocks that it
+// has taken belong to the one thread that drives it.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
+#include "queue.h"
 #include "transfer.h"
 
 namespace tierzero::aio {
 
-// Made by ThreadEngine::try_submit; it outlives the engine if someone still holds it.
+// Made by Driver::try_submit; it outlives the driver if someone still holds it.
 class Transfer {
  public:
   bool done() const noexcept { return done_.load(std::memory_order_acquire); }
@@ -24,7 +27,7 @@ class Transfer {
   const Result& result() const noexcept { return result_; }
 
  private:
-  friend class ThreadEngine;
+  friend class Driver;
 
   Transfer(const Block& whole, uint64_t block_bytes);
   Block take_block();
@@ -33,29 +36,45 @@ class Transfer {
 
   const Block whole_;
   const uint64_t block_bytes_;
+  uint64_t middle_start_bytes_ = 0;  // what lies before it and from its stop on is buffered
+  uint64_t middle_stop_bytes_;
   uint64_t taken_bytes_ = 0;
   uint64_t blocks_left_;
   Result result_;
   std::atomic<bool> done_ = false;
 };
 
-struct Settings {
-  uint64_t thread_count;
+struct Limits {
   uint64_t block_bytes;
   uint64_t queue_depth;  // transfers in flight
 };
 
+// What a driver is doing, for whoever wonders why nothing happens.
+struct Activity {
+  uint64_t in_flight;       // transfers
+  uint64_t blocks_taken;    // by queues
+  uint64_t moved_bytes;     // by blocks that are over, since the beginning
+  double busy_s;            // with something in flight, since the beginning
+  double since_progress_s;  // since a block was over, or since there was something in flight
+};
+
+// Who takes from what. Each queue gets a thread.
+enum class Lanes {
+  kShared,      // all take from one feed
+  kByOperation  // the first queue only reads and the second only writes
+};
+
 // Safe to call from several threads. In a forked child every call but the destructor throws, and
 // the destructor does nothing: the threads do not exist there and the mutex may be locked forever.
-// The caller keeps the memory and the descriptor of a transfer valid until it is done.
-class ThreadEngine {
+// The caller keeps the memory and the descriptors of a transfer valid until it is done.
+class Driver {
  public:
   using Duration = std::chrono::nanoseconds;
 
-  explicit ThreadEngine(const Settings& settings, MoveOnce move_once = move_with_kernel);
-  ~ThreadEngine();
-  ThreadEngine(const ThreadEngine&) = delete;
-  ThreadEngine& operator=(const ThreadEngine&) = delete;
+  Driver(const Limits& limits, std::vector<std::unique_ptr<Queue>> queues, Lanes lanes);
+  virtual ~Driver();
+  Driver(const Driver&) = delete;
+  Driver& operator=(const Driver&) = delete;
 
   // Returns null when queue_depth transfers are in flight. Throws when the engine is closed.
   std::shared_ptr<Transfer> try_submit(const Block& whole);
@@ -66,6 +85,7 @@ class ThreadEngine {
   bool drain(Duration timeout);
 
   uint64_t in_flight() const;
+  Activity activity() const;
 
   // From here on try_submit throws; what is in flight goes on.
   void refuse_more();
@@ -73,11 +93,15 @@ class ThreadEngine {
   // Refuses more, finishes what is in flight, ends the threads. Idempotent.
   void close();
 
+ protected:
+  bool in_same_process() const;
+
  private:
   struct State;
+  struct Feed;
+  class Lane;
 
   void require_same_process() const;
-  static void work(State& state) noexcept;
 
   std::unique_ptr<State> state_;
 };
