@@ -244,10 +244,20 @@ def draw(rows: list[dict[str, object]], path: Path, console: Console) -> None:
         console.print("no chart: matplotlib is not installed")
         return
     figure, axes = pyplot.subplots(figsize=(10, 1 + 0.28 * len(rows)), layout="constrained")
-    labels = [" ".join(cells(row)[:4]) for row in rows]
-    axes.barh(labels, [float(str(row["bytes_per_s"])) / 1e9 for row in rows])
+    labels = [
+        f"{row['workload']}, {int(str(row['transfer_bytes'])) >> 20} MiB,"
+        f" {'huge' if row['hugepages'] else '4 KiB'} pages: {row['contender']}"
+        for row in rows
+    ]
+    bars = axes.barh(
+        labels,
+        [float(str(row["bytes_per_s"])) / 1e9 for row in rows],
+        color=["0.35" if row["hugepages"] else "0.7" for row in rows],
+    )
+    axes.bar_label(bars, fmt="%.2f", padding=3)
     axes.invert_yaxis()
-    axes.set_xlabel("GB/s, median")
+    axes.margins(y=0.01)
+    axes.set_xlabel("GB/s, median; dark: huge pages")
     figure.savefig(path)
     console.print(f"chart: {path}")
 

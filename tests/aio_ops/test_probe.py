@@ -215,6 +215,8 @@ import os, resource, sys
 from pathlib import Path
 from aio_ops import HostArena, SwapFile, _native, open_engine
 file = SwapFile.create(Path(sys.argv[1]), 1 << 20)
+with open_engine("io_uring", queue_depth=4) as engine, HostArena(1 << 20) as arena:
+    engine.register(arena.carve(1 << 20))  # load all modules: another user may not read them
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
 if os.getuid() == 0:
     os.setuid(65534)  # root may lock as much as it likes
