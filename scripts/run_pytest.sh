@@ -36,9 +36,9 @@ run_suites() {
     fi
   done
   run_pytest -- "${selected[@]}" tests "$@" || plain=$?
-  run_pytest -O -W default -- "${selected[@]}" tests/offload tests/aio_ops \
-    --ignore=tests/aio_ops/test_soak.py tests/zero/test_faults.py tests/zero/test_starvation.py \
-    "$@" || optimized=$?
+  run_pytest -O -W default -- "${selected[@]}" tests/offload --ignore=tests/offload/test_kernels.py \
+    tests/aio_ops/test_faults.py tests/aio_ops/test_simulated.py \
+    tests/zero/test_faults.py tests/zero/test_starvation.py "$@" || optimized=$?
   if ((optimized == 5 && plain != 5 && $# > 0)); then
     optimized=0 # the tests that the caller chose are elsewhere
   fi
