@@ -6,6 +6,7 @@ engine, an arena or a file is made.
 
 from aio_ops.engine import Engine, open_engine
 from aio_ops.memory import HostArena, Span
+from aio_ops.schedule import Schedule
 from aio_ops.simulated import Fault, SimulatedDisk
 from aio_ops.swapfile import SwapFile
 from aio_ops.threads_engine import native_available, native_unavailable_reason
@@ -15,6 +16,7 @@ __all__ = [
     "Engine",
     "Fault",
     "HostArena",
+    "Schedule",
     "SimulatedDisk",
     "Span",
     "SwapFile",

@@ -44,19 +44,22 @@ class Engine:
     def watch(self, stall_s: float, on_stall: Callable[[Activity], None]) -> None:
         """Call `on_stall`, which must not refer to this engine, while a wait sees no progress."""
 
+    def set_schedule(
+        self, *, read_window_bytes: int, write_window_bytes: int, burst_bytes: int
+    ) -> None: ...
     def submit(
         self,
+        owners: list[Owner],
+        pieces: list[tuple[int, int, int]],
         *,
-        owner: Owner,
         writes: bool,
         descriptor: int,
-        offset: int,
-        address: int,
-        size_bytes: int,
         alignment_bytes: int,
         file_slot: int = -1,
         edge_descriptor: int = -1,
-    ) -> Transfer: ...
+    ) -> list[Transfer]:
+        """Take transfers between a file and pieces of memory: (offset, address, size in bytes)."""
+
     def wait(self, transfer: Transfer, timeout_s: float | None) -> Result | None: ...
     def take_finished(self) -> list[tuple[Owner, Result]]: ...
     def drain(self) -> None: ...
@@ -70,7 +73,13 @@ class ThreadEngine(Engine):
 class UringEngine(Engine):
     """One io_uring; OSError when the kernel refuses it."""
 
-    def __init__(self, block_bytes: int, queue_depth: int) -> None: ...
+    def __init__(
+        self,
+        block_bytes: int,
+        queue_depth: int,
+        submission_polling: bool = False,
+        completion_polling: bool = False,
+    ) -> None: ...
     def add_file(self, descriptor: int) -> int:
         """Return the slot of a registered file, or the negated errno."""
 

@@ -2,14 +2,17 @@
 
 import abc
 import enum
+import errno
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self, assert_never
 
 from aio_ops.linux import require_linux
 from aio_ops.memory import Span
+from aio_ops.schedule import Schedule
 from aio_ops.swapfile import SwapFile
 from aio_ops.transfer import Operation, Ticket, Transfer, TransferFile
 
@@ -31,6 +34,7 @@ class Engine(abc.ABC):
         self._closed = False
         self._stopped = False
         self._process_id = os.getpid()
+        self._schedule = Schedule()
 
     def create_file(
         self, directory: Path, size_bytes: int, *, any_alignment: bool = False
@@ -45,11 +49,32 @@ class Engine(abc.ABC):
 
     def submit_read(self, file: TransferFile, offset: int, span: Span) -> Ticket:
         """Start to fill `span` from the file; its bytes are undefined until the ticket is done."""
-        return self._submit(Operation.READ, file, offset, span)
+        return self._submit(Operation.READ, file, [(offset, span)])[0]
 
     def submit_write(self, file: TransferFile, offset: int, span: Span) -> Ticket:
         """Start to write `span` to the file; its bytes must not change until it is done."""
-        return self._submit(Operation.WRITE, file, offset, span)
+        return self._submit(Operation.WRITE, file, [(offset, span)])[0]
+
+    def submit_reads(self, file: TransferFile, pieces: Sequence[tuple[int, Span]]) -> list[Ticket]:
+        """Start a read for each (offset, span): for many small ones, cheaper than one by one.
+
+        Either all of them are valid and started, or ValueError says which is not.
+        """
+        return self._submit(Operation.READ, file, pieces)
+
+    def submit_writes(self, file: TransferFile, pieces: Sequence[tuple[int, Span]]) -> list[Ticket]:
+        """Start a write for each (offset, span), like `submit_reads`."""
+        return self._submit(Operation.WRITE, file, pieces)
+
+    @property
+    def schedule(self) -> Schedule:
+        """In which order reads and writes go to the kernel."""
+        return self._schedule
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Send reads and writes to the kernel in another order from here on."""
+        self._require_usable()
+        self._schedule = schedule
 
     @property
     @abc.abstractmethod
@@ -85,17 +110,24 @@ class Engine(abc.ABC):
         self.close()
 
     @abc.abstractmethod
-    def _start(self, transfer: Transfer, file: TransferFile, span: Span) -> Ticket:
-        """Take a transfer whose request is valid."""
+    def _start(
+        self, transfers: list[Transfer], file: TransferFile, pieces: Sequence[tuple[int, Span]]
+    ) -> list[Ticket]:
+        """Take transfers, all of one kind, whose requests are valid."""
 
     @abc.abstractmethod
     def _stop(self) -> None:
         """Give up what the engine holds, once nothing is in flight."""
 
-    def _submit(self, operation: Operation, file: TransferFile, offset: int, span: Span) -> Ticket:
+    def _submit(
+        self, operation: Operation, file: TransferFile, pieces: Sequence[tuple[int, Span]]
+    ) -> list[Ticket]:
         self._require_usable()
-        check_request(file, offset, span)
-        return self._start(Transfer(operation, file, offset, span, file.lease()), file, span)
+        for offset, span in pieces:
+            check_request(file, offset, span)
+        lease = file.lease()
+        transfers = [Transfer(operation, file, offset, span, lease) for offset, span in pieces]
+        return self._start(transfers, file, pieces) if transfers else []
 
     def _in_other_process(self) -> bool:
         return os.getpid() != self._process_id
@@ -148,6 +180,29 @@ class EngineKind(enum.StrEnum):
     KERNEL_AIO = "kernel_aio"
 
 
+class Polling(enum.StrEnum):
+    """How an io_uring asks the kernel; each trades CPU time for latency.
+
+    `SUBMISSION`: a thread of the kernel looks for requests. `COMPLETION`: the device is asked
+    instead of waiting for its interrupt; it must have polled queues, and files must be direct.
+    """
+
+    NONE = "none"
+    SUBMISSION = "submission"
+    COMPLETION = "completion"
+    BOTH = "both"
+
+    @property
+    def submission(self) -> bool:
+        """Whether requests are looked for."""
+        return self in (Polling.SUBMISSION, Polling.BOTH)
+
+    @property
+    def completion(self) -> bool:
+        """Whether the device is asked."""
+        return self in (Polling.COMPLETION, Polling.BOTH)
+
+
 def open_engine(
     kind: str = "auto",
     *,
@@ -155,6 +210,7 @@ def open_engine(
     thread_count: int = 4,
     block_bytes: int = 1 << 20,
     queue_depth: int = 32,
+    polling: str = "none",
 ) -> Engine:
     """Return an engine of the kind asked for, or raise why that cannot be.
 
@@ -165,6 +221,9 @@ def open_engine(
     "auto" takes the best engine that works in `directory`, where each is tried on a small file, and
     says in `Engine.reason` why it refused the better ones. Without a directory it takes threads,
     which work in every one.
+
+    `polling` is for io_uring alone, asked for by name: "submission", "completion" or "both"
+    [see Polling]. With a directory, an engine that cannot poll there is an OSError.
     """
     require_linux()
     _check_settings(thread_count, block_bytes, queue_depth)
@@ -174,6 +233,9 @@ def open_engine(
         known = ", ".join(repr(known.value) for known in EngineKind)
         raise ValueError(f"there is no engine {kind!r}; choose one of {known}") from None
     sizes = _Sizes(thread_count, block_bytes, queue_depth)
+    polls = _polling_of(polling)
+    if polls is not Polling.NONE:
+        return _open_polling(asked, sizes, polls, directory)
     if asked is EngineKind.AUTO:
         return _open_best(sizes, directory)
     return _open(asked, sizes, "asked for by name")
@@ -207,6 +269,33 @@ def _open(kind: EngineKind, sizes: _Sizes, reason: str) -> Engine:
             raise ValueError("auto is not an engine but a choice of one")
         case _:
             assert_never(kind)
+
+
+def _polling_of(polling: str) -> Polling:
+    try:
+        return Polling(polling)
+    except ValueError:
+        known = ", ".join(repr(known.value) for known in Polling)
+        raise ValueError(f"there is no polling {polling!r}; choose one of {known}") from None
+
+
+def _open_polling(
+    asked: EngineKind, sizes: _Sizes, polling: Polling, directory: Path | None
+) -> Engine:
+    if asked is not EngineKind.IO_URING:
+        raise ValueError(f"only the engine 'io_uring' can poll, and {asked.value!r} was asked for")
+    from aio_ops.kernel_engines import IoUringEngine
+    from aio_ops.probe import polling_refusal
+
+    refusal = None if directory is None else polling_refusal(directory, polling)
+    if refusal is not None:
+        raise OSError(
+            errno.EOPNOTSUPP,
+            f"io_uring with {polling.value} polling does not work in {directory}: {refusal}; "
+            "completion polling needs an NVMe drive with polled queues (the kernel parameter "
+            "nvme.poll_queues) and a file system with direct I/O. Use polling='none'",
+        )
+    return IoUringEngine(sizes.block_bytes, sizes.queue_depth, "asked for by name", polling)
 
 
 def _check_settings(thread_count: int, block_bytes: int, queue_depth: int) -> None:

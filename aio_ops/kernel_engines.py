@@ -6,6 +6,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
+from aio_ops.engine import Polling
 from aio_ops.memory import Span
 from aio_ops.native_engine import NativeEngine, load_native
 from aio_ops.transfer import TransferFile
@@ -55,13 +56,22 @@ class IoUringEngine(NativeEngine):
 
     name = "io_uring"
 
-    def __init__(self, block_bytes: int, queue_depth: int, reason: str = "") -> None:
+    def __init__(
+        self,
+        block_bytes: int,
+        queue_depth: int,
+        reason: str = "",
+        polling: Polling = Polling.NONE,
+    ) -> None:
         native = load_native()
         try:
-            ring: _native.UringEngine = native.UringEngine(block_bytes, queue_depth)
+            ring: _native.UringEngine = native.UringEngine(
+                block_bytes, queue_depth, polling.submission, polling.completion
+            )
         except OSError as error:
             raise refusal(self.name, error) from error
         super().__init__(ring, reason)
+        self.polling = polling
         self._slots: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._slots_lock = threading.Lock()
         self._registered: dict[int, object] = {}  # the owners of registered memory, by address

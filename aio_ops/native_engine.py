@@ -1,11 +1,13 @@
 """What the engines of the native module share: none of their threads takes the interpreter lock."""
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from aio_ops.engine import Engine
 from aio_ops.memory import Span
+from aio_ops.schedule import Schedule
 from aio_ops.transfer import Operation, Outcome, Ticket, Transfer, TransferFile
 from aio_ops.watchdog import STALL_WARNING_S, warn_of_stall
 
@@ -69,20 +71,32 @@ class NativeEngine(Engine):
         self._core.drain()
         self._collect()
 
-    def _start(self, transfer: Transfer, file: TransferFile, span: Span) -> Ticket:
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Send reads and writes to the kernel in another order from here on."""
+        super().set_schedule(schedule)
+        self._core.set_schedule(
+            read_window_bytes=schedule.window_bytes(Operation.READ),
+            write_window_bytes=schedule.window_bytes(Operation.WRITE),
+            burst_bytes=schedule.burst_bytes or 0,
+        )
+
+    def _start(
+        self, transfers: list[Transfer], file: TransferFile, pieces: Sequence[tuple[int, Span]]
+    ) -> list[Ticket]:
         self._collect()
-        record = self._core.submit(
-            owner=transfer,
-            writes=transfer.operation is Operation.WRITE,
+        records = self._core.submit(
+            transfers,
+            [(offset, span.address, span.size_bytes) for offset, span in pieces],
+            writes=transfers[0].operation is Operation.WRITE,
             descriptor=file.fileno(),
-            offset=transfer.offset,
-            address=span.address,
-            size_bytes=span.size_bytes,
             alignment_bytes=file.alignment_bytes if file.direct else 1,
-            file_slot=self._slot_of(transfer.lease, file),
+            file_slot=self._slot_of(transfers[0].lease, file),
             edge_descriptor=file.edge_fileno(),
         )
-        return Ticket(transfer, functools.partial(self._advance, transfer, record))
+        return [
+            Ticket(transfer, functools.partial(self._advance, transfer, record))
+            for transfer, record in zip(transfers, records, strict=True)
+        ]
 
     def _slot_of(self, lease: object, file: TransferFile) -> int:  # noqa: ARG002  for subclasses
         """Return where the kernel has the file registered, or -1."""

@@ -127,14 +127,25 @@ def _try_engines(file: SwapFile) -> dict[str, str]:
     return {kind: refusal for kind, refusal in refusals.items() if refusal is not None}
 
 
-def try_engine(kind: str, file: TransferFile) -> str | None:
+def polling_refusal(directory: Path, polling: str) -> str | None:
+    """Return why io_uring cannot poll in a directory, or None when it can."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        file = SwapFile.create(directory, _TEST_BYTES)
+    with file:
+        if not file.direct:
+            return f"{directory} takes no direct I/O"
+        return try_engine("io_uring", file, polling)
+
+
+def try_engine(kind: str, file: TransferFile, polling: str = "none") -> str | None:
     """Return why an engine does not work on a file, or None when it moves bytes there and back."""
     from aio_ops.engine import open_engine  # it uses this module to choose
 
     if kind == "kernel_aio" and not file.direct:
         return f"{file.path.parent} takes no direct I/O, and without it kernel AIO waits"
     try:
-        engine = open_engine(kind, queue_depth=_TEST_DEPTH, thread_count=1)
+        engine = open_engine(kind, queue_depth=_TEST_DEPTH, thread_count=1, polling=polling)
     except (OSError, RuntimeError) as error:
         return str(error)
     data = bytes(number % 251 for number in range(_TEST_BYTES))

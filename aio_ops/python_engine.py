@@ -7,12 +7,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from aio_ops.engine import Engine
 from aio_ops.memory import Span, align_up
+from aio_ops.schedule import Chooser, Schedule
 from aio_ops.transfer import Operation, Outcome, Ticket, Transfer, TransferFile
 from aio_ops.watchdog import STALL_WARNING_S, Observed, warn_of_stall
 
@@ -107,6 +108,15 @@ def aligned_middle(offset: int, size_bytes: int, address: int, alignment_bytes: 
 class _Progress:
     """The blocks of a transfer: those that no thread has taken, and what came of the others."""
 
+    @property
+    def next_bytes(self) -> int:
+        """The size of the block that is taken next."""
+        return len(self._blocks[0].view)
+
+    @property
+    def all_taken(self) -> bool:
+        return not self._blocks
+
     def __init__(self, transfer: Transfer, blocks: list[Block], move_once: MoveOnce) -> None:
         self.transfer = transfer
         self.move_once = move_once
@@ -115,8 +125,8 @@ class _Progress:
         self._moved_bytes = 0
         self._first_failure: Outcome | None = None
 
-    def take_block(self) -> Block | None:
-        return self._blocks.popleft() if self._blocks else None
+    def take_block(self) -> Block:
+        return self._blocks.popleft()
 
     def add(self, outcome: Outcome) -> None:
         self.blocks_left -= 1
@@ -145,6 +155,9 @@ class PythonEngine(Engine):
         self._queue_depth = queue_depth
         self._changed = threading.Condition()  # guards what follows and every _Progress
         self._active: set[_Progress] = set()
+        self._waiting: dict[Operation, deque[_Progress]] = {kind: deque() for kind in Operation}
+        self._chooser = Chooser(self._schedule)
+        self._held_back = False  # a thread left what waits alone until something else is over
         self._blocks_taken = self._moved_bytes = 0
         self._busy_s = self._busy_since = self._progress_at = 0.0
         self._stall_s = self._warn_from_s = STALL_WARNING_S
@@ -191,44 +204,90 @@ class PythonEngine(Engine):
             self._pool.shutdown(wait=True)
             raise
 
-    def _start(self, transfer: Transfer, file: TransferFile, span: Span) -> Ticket:
-        blocks = _cut(transfer.offset, file, span, self._block_bytes)
-        move_once = _read_once if transfer.operation is Operation.READ else _write_once
-        progress = _Progress(transfer, blocks, move_once)
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Send reads and writes to the kernel in another order from here on."""
+        super().set_schedule(schedule)
+        with self._changed:
+            self._chooser.set(schedule)
+            self._wake_threads()
+
+    def _start(
+        self, transfers: list[Transfer], file: TransferFile, pieces: Sequence[tuple[int, Span]]
+    ) -> list[Ticket]:
+        for transfer, (offset, span) in zip(transfers, pieces, strict=True):
+            blocks = _cut(offset, file, span, self._block_bytes)
+            move_once = _read_once if transfer.operation is Operation.READ else _write_once
+            self._queue(_Progress(transfer, blocks, move_once), len(blocks))
+        return [
+            Ticket(transfer, functools.partial(self._advance, transfer)) for transfer in transfers
+        ]
+
+    def _queue(self, progress: _Progress, block_count: int) -> None:
         with self._changed:
             self._wait_until(lambda: len(self._active) < self._queue_depth)
             self._require_usable()
             if not self._active:
                 self._busy_since = self._progress_at = time.monotonic()
             self._active.add(progress)
-            for _ in range(min(len(blocks), self._thread_count)):
-                self._pool.submit(self._move_blocks, progress)
-        return Ticket(transfer, functools.partial(self._advance, transfer))
+            self._waiting[progress.transfer.operation].append(progress)
+            for _ in range(min(block_count, self._thread_count)):
+                self._pool.submit(self._move_blocks)
 
-    def _move_blocks(self, progress: _Progress) -> None:
-        """Move blocks of one transfer until no thread needs to take any more."""
+    def _wake_threads(self) -> None:
+        """Look again at what was held back; the lock is held."""
+        if self._held_back:
+            self._held_back = False
+            for _ in range(self._thread_count):
+                self._pool.submit(self._move_blocks)
+
+    def _take(self) -> tuple[_Progress, Block] | None:
+        """Take the block that goes next, or None if none may; the lock is held."""
+        reads, writes = self._waiting[Operation.READ], self._waiting[Operation.WRITE]
+        sizes = [queue[0].next_bytes if queue else 0 for queue in (reads, writes)]
+        operation = self._chooser.choose(*sizes)
+        if operation is None:
+            self._held_back = self._held_back or any(sizes)
+            return None
+        queue = self._waiting[operation]
+        progress = queue[0]
+        block = progress.take_block()
+        if progress.all_taken:
+            queue.popleft()
+        self._chooser.taken(operation, len(block.view))
+        self._blocks_taken += 1
+        return progress, block
+
+    def _move_blocks(self) -> None:
+        """Move blocks until this thread may take no more."""
         while True:
             with self._changed:
-                block = progress.take_block()
-                if block is None:
+                taken = self._take()
+                if taken is None:
                     return
-                self._blocks_taken += 1
+            progress, block = taken
+            size_bytes = len(block.view)
             try:
                 outcome = move_block(block, progress.move_once)
             except BaseException as error:  # noqa: BLE001  the ticket reports it, whatever it is
                 outcome = Outcome(0, errno.EIO, repr(error), error)
-            del block  # it refers to memory that the ticket is about to let go
-            with self._changed:
-                progress.add(outcome)
-                self._blocks_taken -= 1
-                self._moved_bytes += outcome.moved_bytes
-                self._progress_at = time.monotonic()
-                if progress.blocks_left == 0:
-                    progress.transfer.finish(progress.total())
-                    self._active.discard(progress)
-                    if not self._active:
-                        self._busy_s += self._progress_at - self._busy_since
-                    self._changed.notify_all()
+            del block, taken  # they refer to memory that the ticket is about to let go
+            self._finish(progress, outcome, size_bytes)
+            del progress
+
+    def _finish(self, progress: _Progress, outcome: Outcome, size_bytes: int) -> None:
+        with self._changed:
+            progress.add(outcome)
+            self._chooser.over(progress.transfer.operation, size_bytes)
+            self._blocks_taken -= 1
+            self._moved_bytes += outcome.moved_bytes
+            self._progress_at = time.monotonic()
+            if progress.blocks_left == 0:
+                progress.transfer.finish(progress.total())
+                self._active.discard(progress)
+                if not self._active:
+                    self._busy_s += self._progress_at - self._busy_since
+                self._changed.notify_all()
+            self._wake_threads()
 
     def _advance(self, transfer: Transfer, timeout_s: float | None) -> None:
         self._require_same_process()

@@ -11,6 +11,7 @@ import errno
 import functools
 import io
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, assert_never
@@ -151,7 +152,16 @@ class SimulatedDisk(Engine):
         while self._pending:
             self._complete_one()
 
-    def _start(self, transfer: Transfer, file: TransferFile, span: Span) -> Ticket:
+    def _start(
+        self, transfers: list[Transfer], file: TransferFile, pieces: Sequence[tuple[int, Span]]
+    ) -> list[Ticket]:
+        spans = [span for _, span in pieces]
+        return [
+            self._start_one(transfer, file, span)
+            for transfer, span in zip(transfers, spans, strict=True)
+        ]
+
+    def _start_one(self, transfer: Transfer, file: TransferFile, span: Span) -> Ticket:
         if not isinstance(file, SimulatedFile):
             raise TypeError(f"{file.path} is not a file of a SimulatedDisk; use its create_file")
         failing = self._fault is not None and self._fault.hits(self.submitted)

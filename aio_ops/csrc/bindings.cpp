@@ -9,6 +9,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -16,7 +17,9 @@
 #include <iterator>
 #include <memory>
 #include <optional>
+#include <span>
 #include <system_error>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -91,32 +94,51 @@ class OwningEngine {
   OwningEngine(const OwningEngine&) = delete;
   OwningEngine& operator=(const OwningEngine&) = delete;
 
-  std::shared_ptr<Transfer> submit(const nb::object& owner,
-                                   bool writes,
-                                   int descriptor,
-                                   uint64_t offset_bytes,
-                                   uint64_t address,
-                                   uint64_t size_bytes,
-                                   uint64_t alignment_bytes,
-                                   int file_slot,
-                                   int edge_descriptor) {
-    const Block whole{writes ? Operation::kWrite : Operation::kRead,
-                      descriptor,
-                      offset_bytes,
-                      reinterpret_cast<std::byte*>(address),
-                      size_bytes,
-                      alignment_bytes,
-                      file_slot,
-                      edge_descriptor};
+  using Piece = std::tuple<uint64_t, uint64_t, uint64_t>;  // offset, address, size in bytes
+
+  // Takes transfers between one file and several pieces of memory, waiting for room where needed.
+  std::vector<std::shared_ptr<Transfer>> submit(const std::vector<nb::object>& owners,
+                                                const std::vector<Piece>& pieces,
+                                                bool writes,
+                                                int descriptor,
+                                                uint64_t alignment_bytes,
+                                                int file_slot,
+                                                int edge_descriptor) {
+    if (owners.size() != pieces.size()) {
+      throw nb::value_error("there must be an owner for every piece");
+    }
+    std::vector<Block> wholes;
+    wholes.reserve(pieces.size());
+    for (const auto& [offset_bytes, address, size_bytes] : pieces) {
+      wholes.push_back({writes ? Operation::kWrite : Operation::kRead,
+                        descriptor,
+                        offset_bytes,
+                        reinterpret_cast<std::byte*>(address),
+                        size_bytes,
+                        alignment_bytes,
+                        file_slot,
+                        edge_descriptor});
+    }
+    owned_.reserve(owned_.size() + wholes.size());  // so that nothing fails once they are taken
+    std::vector<std::shared_ptr<Transfer>> transfers;
+    transfers.reserve(wholes.size());
     for (;;) {
-      owned_.reserve(owned_.size() + 1);  // so that nothing can fail once the transfer is taken
-      if (std::shared_ptr<Transfer> transfer = engine_->try_submit(whole)) {
-        owned_.emplace_back(owner, transfer);
-        return transfer;
+      const std::size_t first = transfers.size();
+      for (auto& transfer : engine_->try_submit(std::span(wholes).subspan(first))) {
+        owned_.emplace_back(owners[transfers.size()], transfer);
+        transfers.push_back(std::move(transfer));
+      }
+      if (transfers.size() == wholes.size()) {
+        return transfers;
       }
       wait_watchfully(std::nullopt,
                       [this](Duration slice) { return engine_->wait_for_room(slice); });
+      owned_.reserve(owned_.size() + wholes.size() - transfers.size());
     }
+  }
+
+  void set_schedule(uint64_t read_window_bytes, uint64_t write_window_bytes, uint64_t burst_bytes) {
+    engine_->set_schedule({read_window_bytes, write_window_bytes, burst_bytes});
   }
 
   std::optional<Result> wait(const std::shared_ptr<Transfer>& transfer,
@@ -197,8 +219,12 @@ class OwningThreads final : public OwningEngine {
 
 class OwningUring final : public OwningEngine {
  public:
-  OwningUring(uint64_t block_bytes, uint64_t queue_depth)
-      : OwningUring(make_engine<UringEngine>(Limits{block_bytes, queue_depth})) {}
+  OwningUring(uint64_t block_bytes,
+              uint64_t queue_depth,
+              bool submission_polling,
+              bool completion_polling)
+      : OwningUring(make_engine<UringEngine>(Limits{block_bytes, queue_depth},
+                                             Polling{submission_polling, completion_polling})) {}
 
   int add_file(int descriptor) {
     return unlocked([&] { return ring_->add_file(descriptor); });
@@ -269,15 +295,19 @@ NB_MODULE(_native, module) {
       .def_prop_ro("in_flight", &OwningEngine::in_flight)
       .def_prop_ro("activity", &OwningEngine::activity)
       .def("watch", &OwningEngine::watch, "stall_s"_a, "on_stall"_a)
+      .def("set_schedule",
+           &OwningEngine::set_schedule,
+           nb::kw_only(),
+           "read_window_bytes"_a,
+           "write_window_bytes"_a,
+           "burst_bytes"_a)
       .def("submit",
            &OwningEngine::submit,
+           "owners"_a,
+           "pieces"_a,
            nb::kw_only(),
-           "owner"_a,
            "writes"_a,
            "descriptor"_a,
-           "offset"_a,
-           "address"_a,
-           "size_bytes"_a,
            "alignment_bytes"_a,
            "file_slot"_a = -1,
            "edge_descriptor"_a = -1)
@@ -293,7 +323,11 @@ NB_MODULE(_native, module) {
            "queue_depth"_a);
 
   nb::class_<OwningUring, OwningEngine>(module, "UringEngine")
-      .def(nb::init<uint64_t, uint64_t>(), "block_bytes"_a, "queue_depth"_a)
+      .def(nb::init<uint64_t, uint64_t, bool, bool>(),
+           "block_bytes"_a,
+           "queue_depth"_a,
+           "submission_polling"_a = false,
+           "completion_polling"_a = false)
       .def("add_file", &OwningUring::add_file, "descriptor"_a)
       .def("remove_file", &OwningUring::remove_file, "slot"_a)
       .def("add_memory", &OwningUring::add_memory, "address"_a, "size_bytes"_a)

@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <array>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -42,82 +43,74 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-uint64_t count_of(uint64_t size_bytes, uint64_t block_bytes) {
-  return align_up(size_bytes, block_bytes) / block_bytes;
-}
+// Counts one up while it lives; made and unmade with the mutex of what it counts held.
+class Counted {
+ public:
+  explicit Counted(uint64_t& count) : count_(count) { ++count_; }
+  ~Counted() { --count_; }
+  Counted(const Counted&) = delete;
+  Counted& operator=(const Counted&) = delete;
+
+ private:
+  uint64_t& count_;
+};
 
 }  // namespace
 
-Transfer::Transfer(const Block& whole, uint64_t block_bytes)
-    : whole_(whole),
-      block_bytes_(align_up(block_bytes, whole.alignment_bytes)),
-      middle_stop_bytes_(whole.size_bytes) {
-  if (whole.edge_descriptor >= 0) {
-    const uint64_t alignment_bytes = whole.alignment_bytes;
-    const uint64_t stop_bytes = whole.offset_bytes + whole.size_bytes;
-    const uint64_t first_bytes = align_up(whole.offset_bytes, alignment_bytes);
-    const uint64_t last_bytes = stop_bytes - stop_bytes % alignment_bytes;
-    const auto address = reinterpret_cast<uintptr_t>(whole.data);
-    const bool in_step = address % alignment_bytes == whole.offset_bytes % alignment_bytes;
-    if (in_step && first_bytes < last_bytes) {
-      middle_start_bytes_ = first_bytes - whole.offset_bytes;
-      middle_stop_bytes_ = last_bytes - whole.offset_bytes;
-    } else {
-      middle_stop_bytes_ = 0;  // there is no middle: all of it is buffered
-    }
-  }
-  blocks_left_ = count_of(middle_start_bytes_, block_bytes_) +
-                 count_of(middle_stop_bytes_ - middle_start_bytes_, block_bytes_) +
-                 count_of(whole.size_bytes - middle_stop_bytes_, block_bytes_);
-}
+// What a lane takes.
+struct Driver::Operations {
+  bool reads = true;
+  bool writes = true;
 
-Block Transfer::take_block() {
-  const bool before = taken_bytes_ < middle_start_bytes_;
-  const bool after = taken_bytes_ >= middle_stop_bytes_;
-  const uint64_t stop_bytes = before  ? middle_start_bytes_
-                              : after ? whole_.size_bytes
-                                      : middle_stop_bytes_;
-  const uint64_t part_bytes = std::min(block_bytes_, stop_bytes - taken_bytes_);
-  Block block = whole_.part(taken_bytes_, part_bytes);
-  if (before || after) {
-    block.descriptor = whole_.edge_descriptor;
-    block.file_slot = -1;
-    block.alignment_bytes = 1;
-  }
-  taken_bytes_ += part_bytes;
-  return block;
-}
+  bool include(Operation operation) const { return operation == Operation::kRead ? reads : writes; }
+};
 
-// Returns whether this was the last block.
-bool Transfer::add(const Result& block_result) {
-  result_.moved_bytes += block_result.moved_bytes;
-  if (result_.error_number == 0) {
-    result_.error_number = block_result.error_number;
-    result_.ended_early = block_result.ended_early;
-  }
-  if (--blocks_left_ > 0) {
-    return false;
-  }
-  done_.store(true, std::memory_order_release);
-  return true;
-}
+// Transfers with blocks that no lane has taken. Everything here is guarded by the mutex.
+class Driver::Feed {
+ public:
+  using Entry = std::shared_ptr<Transfer>;
 
-// Transfers with blocks that no lane has taken, and the lanes that take from them.
-struct Driver::Feed {
-  std::deque<std::shared_ptr<Transfer>> transfers;
-  std::condition_variable arrived;
-  std::vector<Lane*> lanes;
+  bool empty() const { return queues_[0].empty() && queues_[1].empty(); }
+  bool has(Operations operations) const {
+    return (operations.reads && !queues_[0].empty()) || (operations.writes && !queues_[1].empty());
+  }
+  void add(const Entry& transfer, Operation operation) {
+    queues_[index_of(operation)].push_back(transfer);
+  }
+
+  // The transfer whose block goes next, if it is one of these operations.
+  std::optional<Entry> next(Operations operations, Chooser& chooser) const {
+    const std::optional<Operation> chosen = chooser.choose(waiting_bytes(0), waiting_bytes(1));
+    const bool wanted = chosen.has_value() && operations.include(*chosen);
+    return wanted ? std::optional(queues_[index_of(*chosen)].front()) : std::nullopt;
+  }
+  void remove_first(Operation operation) { queues_[index_of(operation)].pop_front(); }
+
+ private:
+  static std::size_t index_of(Operation operation) { return operation == Operation::kRead ? 0 : 1; }
+  uint64_t waiting_bytes(std::size_t index) const {
+    return queues_[index].empty() ? 0 : queues_[index].front()->next_block_bytes();
+  }
+
+  std::array<std::deque<Entry>, 2> queues_;
 };
 
 struct Driver::State {
-  explicit State(const Limits& given) : process_id(getpid()), limits(given) {}
+  State(const Limits& given, Lanes given_kind)
+      : process_id(getpid()), limits(given), kind(given_kind) {}
 
   const pid_t process_id;
   const Limits limits;
+  const Lanes kind;
 
-  std::mutex mutex;  // [Note: what the mutex guards]
+  std::mutex mutex;                 // [Note: what the mutex guards]
+  std::condition_variable arrived;  // for lanes
   std::condition_variable transfer_done;
-  std::vector<std::unique_ptr<Feed>> feeds;
+  Feed feed;
+  Chooser chooser;
+  bool held_back = false;  // a lane left what waits alone until something else is over
+  uint64_t room_waiter_count = 0;
+  uint64_t drain_waiter_count = 0;
   uint64_t in_flight = 0;
   bool refusing = false;
   bool stopping = false;
@@ -133,9 +126,9 @@ struct Driver::State {
   std::mutex join_mutex;  // held while `threads` changes
   std::vector<std::thread> threads;
 
-  Feed& feed_of(Operation operation) {
-    return *feeds[feeds.size() > 1 && operation == Operation::kWrite ? 1 : 0];
-  }
+  // With the mutex held, like the counting below.
+  void wake_lanes();
+  void wake_for(const Transfer& arrival);
 
   void count_in() {
     if (in_flight++ == 0) {
@@ -153,9 +146,7 @@ struct Driver::State {
     {
       const std::lock_guard lock(mutex);
       stopping = true;
-      for (const auto& feed : feeds) {
-        feed->arrived.notify_all();
-      }
+      arrived.notify_all();
     }
     const std::lock_guard lock(join_mutex);
     for (std::thread& thread : threads) {
@@ -169,8 +160,8 @@ struct Driver::State {
 // One queue and the thread that drives it: takes blocks, submits, reaps, goes on with short ones.
 class Driver::Lane {
  public:
-  Lane(State& state, Feed& feed, std::unique_ptr<Queue> queue)
-      : state_(state), feed_(feed), queue_(std::move(queue)), works_(queue_->depth()) {
+  Lane(State& state, Operations operations, std::unique_ptr<Queue> queue)
+      : state_(state), operations_(operations), queue_(std::move(queue)), works_(queue_->depth()) {
     if (works_.empty()) {
       throw std::system_error(EINVAL, std::generic_category(), "a queue needs room for one call");
     }
@@ -211,32 +202,49 @@ class Driver::Lane {
   struct Work {
     std::shared_ptr<Transfer> transfer;
     std::optional<Progress> progress;
+    Operation operation = Operation::kRead;
+    uint64_t size_bytes = 0;
   };
+
+  // The transfer that this lane takes from next. Notes when it has to leave one that waits.
+  std::optional<std::shared_ptr<Transfer>> next_transfer() {
+    std::optional<std::shared_ptr<Transfer>> next = state_.feed.next(operations_, state_.chooser);
+    state_.held_back = state_.held_back || (!next.has_value() && state_.feed.has(operations_));
+    return next;
+  }
 
   // Fills the free places, waiting only when nothing else is under way. False: all is over.
   bool take_blocks() {
     std::unique_lock lock(state_.mutex);
     waits_with_room_ = false;
-    if (free_.size() == works_.size()) {
-      feed_.arrived.wait(lock, [this] { return state_.stopping || !feed_.transfers.empty(); });
-      if (feed_.transfers.empty()) {
+    std::optional<std::shared_ptr<Transfer>> next = next_transfer();
+    while (!next.has_value() && free_.size() == works_.size()) {
+      if (state_.stopping && !state_.feed.has(operations_)) {
         return false;
       }
+      state_.arrived.wait(lock);
+      next = next_transfer();
     }
-    while (!free_.empty() && !feed_.transfers.empty()) {
-      const std::shared_ptr<Transfer> transfer = feed_.transfers.front();
-      const uint64_t token = free_.back();
-      free_.pop_back();
-      works_[token].progress.emplace(transfer->take_block());
-      works_[token].transfer = transfer;
-      ready_.push_back(token);
-      ++state_.blocks_taken;
-      if (transfer->all_taken()) {
-        feed_.transfers.pop_front();
-      }
+    while (!free_.empty() && next.has_value()) {
+      take(**next);
+      next = next_transfer();
     }
     waits_with_room_ = !free_.empty();
     return true;
+  }
+
+  void take(Transfer& transfer) {
+    const uint64_t token = free_.back();
+    free_.pop_back();
+    const Block block = transfer.take_block();
+    works_[token] = {
+        transfer.shared_from_this(), Progress(block), block.operation, block.size_bytes};
+    ready_.push_back(token);
+    ++state_.blocks_taken;
+    state_.chooser.taken(block.operation, block.size_bytes);
+    if (transfer.all_taken()) {
+      state_.feed.remove_first(block.operation);
+    }
   }
 
   void submit_ready() {
@@ -287,27 +295,31 @@ class Driver::Lane {
       return;
     }
     const std::lock_guard lock(state_.mutex);
-    bool any_done = false;
+    bool awaited = false;
     state_.progress_at = Clock::now();
     state_.blocks_taken -= over_.size();
     for (const uint64_t token : over_) {
       Work& work = works_[token];
       state_.moved_bytes += work.progress->result().moved_bytes;
+      state_.chooser.over(work.operation, work.size_bytes);
       if (work.transfer->add(work.progress->result())) {
         state_.count_out();
-        any_done = true;
+        awaited = awaited || work.transfer->waiter_count_ > 0;
       }
-      work.transfer.reset();
-      work.progress.reset();
+      work = {};
       free_.push_back(token);
     }
-    if (any_done) {
+    if (awaited || state_.room_waiter_count > 0 ||
+        (state_.drain_waiter_count > 0 && state_.in_flight == 0)) {
       state_.transfer_done.notify_all();
+    }
+    if (state_.held_back) {
+      state_.wake_lanes();
     }
   }
 
   State& state_;
-  Feed& feed_;
+  const Operations operations_;
   const std::unique_ptr<Queue> queue_;
   std::vector<Work> works_;      // by token
   std::vector<uint64_t> free_;   // tokens
@@ -318,20 +330,39 @@ class Driver::Lane {
   bool waits_with_room_ = false;  // [Note: what the mutex guards]
 };
 
+void Driver::State::wake_lanes() {
+  held_back = false;
+  arrived.notify_all();
+  for (const auto& lane : lanes) {
+    lane->nudge();
+  }
+}
+
+// A single block needs a single lane, if any will do.
+void Driver::State::wake_for(const Transfer& arrival) {
+  if (kind == Lanes::kShared && arrival.blocks_left_ == 1 && !held_back) {
+    arrived.notify_one();
+    for (const auto& lane : lanes) {
+      lane->nudge();
+    }
+  } else {
+    wake_lanes();
+  }
+}
+
 Driver::Driver(const Limits& limits, std::vector<std::unique_ptr<Queue>> queues, Lanes lanes)
-    : state_(std::make_unique<State>(limits)) {
-  const uint64_t feed_count = lanes == Lanes::kShared ? 1 : 2;
-  if (limits.block_bytes == 0 || limits.queue_depth == 0 || queues.size() < feed_count) {
+    : state_(std::make_unique<State>(limits, lanes)) {
+  const uint64_t kind_count = lanes == Lanes::kShared ? 1 : 2;
+  if (limits.block_bytes == 0 || limits.queue_depth == 0 || queues.size() < kind_count) {
     throw std::system_error(
         EINVAL, std::generic_category(), "an engine needs threads, blocks and a queue");
   }
-  for (uint64_t index = 0; index < feed_count; ++index) {
-    state_->feeds.push_back(std::make_unique<Feed>());
-  }
   for (uint64_t index = 0; index < queues.size(); ++index) {
-    Feed& feed = *state_->feeds[index % feed_count];
-    state_->lanes.push_back(std::make_unique<Lane>(*state_, feed, std::move(queues[index])));
-    feed.lanes.push_back(state_->lanes.back().get());
+    Operations operations;
+    if (lanes == Lanes::kByOperation) {
+      operations = {index % 2 == 0, index % 2 == 1};
+    }
+    state_->lanes.push_back(std::make_unique<Lane>(*state_, operations, std::move(queues[index])));
   }
   const SignalsBlocked signals_blocked;
   state_->threads.reserve(state_->lanes.size());
@@ -364,53 +395,71 @@ void Driver::require_same_process() const {
   }
 }
 
-std::shared_ptr<Transfer> Driver::try_submit(const Block& whole) {
+void Driver::set_schedule(const Schedule& schedule) {
   require_same_process();
-  if (whole.size_bytes == 0 || whole.alignment_bytes == 0) {
-    throw std::system_error(EINVAL, std::generic_category(), "a transfer needs at least one byte");
+  const std::lock_guard lock(state_->mutex);
+  state_->chooser.set(schedule);
+  state_->wake_lanes();  // what was held back may go now
+}
+
+std::shared_ptr<Transfer> Driver::try_submit(const Block& whole) {
+  const std::vector<std::shared_ptr<Transfer>> taken = try_submit(std::span(&whole, 1));
+  return taken.empty() ? nullptr : taken.front();
+}
+
+std::vector<std::shared_ptr<Transfer>> Driver::try_submit(std::span<const Block> wholes) {
+  require_same_process();
+  for (const Block& whole : wholes) {
+    if (whole.size_bytes == 0 || whole.alignment_bytes == 0) {
+      throw std::system_error(
+          EINVAL, std::generic_category(), "a transfer needs at least one byte");
+    }
   }
+  std::vector<std::shared_ptr<Transfer>> taken;
+  taken.reserve(wholes.size());
   const std::lock_guard lock(state_->mutex);
   if (state_->refusing) {
     throw std::system_error(ESHUTDOWN, std::generic_category(), "engine is closed");
   }
-  if (state_->in_flight >= state_->limits.queue_depth) {
-    return nullptr;
+  for (const Block& whole : wholes) {
+    if (state_->in_flight >= state_->limits.queue_depth) {
+      break;
+    }
+    taken.emplace_back(new Transfer(whole, state_->limits.block_bytes));
+    state_->feed.add(taken.back(), whole.operation);
+    state_->count_in();
   }
-  std::shared_ptr<Transfer> transfer(new Transfer(whole, state_->limits.block_bytes));
-  Feed& feed = state_->feed_of(whole.operation);
-  feed.transfers.push_back(transfer);
-  state_->count_in();
-  if (transfer->blocks_left_ == 1) {
-    feed.arrived.notify_one();
-  } else {
-    feed.arrived.notify_all();
+  if (taken.size() == 1) {
+    state_->wake_for(*taken.front());
+  } else if (!taken.empty()) {
+    state_->wake_lanes();
   }
-  for (Lane* lane : feed.lanes) {
-    lane->nudge();
-  }
-  return transfer;
+  return taken;
 }
 
 bool Driver::wait_for_room(Duration timeout) {
   require_same_process();
   std::unique_lock lock(state_->mutex);
+  const Counted counted(state_->room_waiter_count);
   return state_->transfer_done.wait_for(lock, timeout, [this] {
     return state_->refusing || state_->in_flight < state_->limits.queue_depth;
   });
 }
 
-bool Driver::wait(const Transfer& transfer, Duration timeout) {
+bool Driver::wait(Transfer& transfer, Duration timeout) {
   if (transfer.done()) {
     return true;
   }
   require_same_process();
   std::unique_lock lock(state_->mutex);
+  const Counted counted(transfer.waiter_count_);
   return state_->transfer_done.wait_for(lock, timeout, [&transfer] { return transfer.done(); });
 }
 
 bool Driver::drain(Duration timeout) {
   require_same_process();
   std::unique_lock lock(state_->mutex);
+  const Counted counted(state_->drain_waiter_count);
   return state_->transfer_done.wait_for(lock, timeout, [this] { return state_->in_flight == 0; });
 }
 

@@ -11,15 +11,17 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "queue.h"
+#include "schedule.h"
 #include "transfer.h"
 
 namespace tierzero::aio {
 
 // Made by Driver::try_submit; it outlives the driver if someone still holds it.
-class Transfer {
+class Transfer : public std::enable_shared_from_this<Transfer> {
  public:
   bool done() const noexcept { return done_.load(std::memory_order_acquire); }
 
@@ -30,6 +32,7 @@ class Transfer {
   friend class Driver;
 
   Transfer(const Block& whole, uint64_t block_bytes);
+  uint64_t next_block_bytes() const;
   Block take_block();
   bool all_taken() const { return taken_bytes_ == whole_.size_bytes; }
   bool add(const Result& block_result);
@@ -40,6 +43,7 @@ class Transfer {
   uint64_t middle_stop_bytes_;
   uint64_t taken_bytes_ = 0;
   uint64_t blocks_left_;
+  uint64_t waiter_count_ = 0;
   Result result_;
   std::atomic<bool> done_ = false;
 };
@@ -58,9 +62,9 @@ struct Activity {
   double since_progress_s;  // since a block was over, or since there was something in flight
 };
 
-// Who takes from what. Each queue gets a thread.
+// Who takes what. Each queue gets a thread.
 enum class Lanes {
-  kShared,      // all take from one feed
+  kShared,      // all take both reads and writes
   kByOperation  // the first queue only reads and the second only writes
 };
 
@@ -76,12 +80,18 @@ class Driver {
   Driver(const Driver&) = delete;
   Driver& operator=(const Driver&) = delete;
 
+  // From here on blocks go to the kernel by this schedule [Note: mixed or alternating].
+  void set_schedule(const Schedule& schedule);
+
   // Returns null when queue_depth transfers are in flight. Throws when the engine is closed.
   std::shared_ptr<Transfer> try_submit(const Block& whole);
 
+  // Takes as many transfers as there is room for, from the first on.
+  std::vector<std::shared_ptr<Transfer>> try_submit(std::span<const Block> wholes);
+
   // Each waits at most `timeout` and returns whether what it waits for holds.
   bool wait_for_room(Duration timeout);
-  bool wait(const Transfer& transfer, Duration timeout);
+  bool wait(Transfer& transfer, Duration timeout);
   bool drain(Duration timeout);
 
   uint64_t in_flight() const;
@@ -98,7 +108,8 @@ class Driver {
 
  private:
   struct State;
-  struct Feed;
+  struct Operations;
+  class Feed;
   class Lane;
 
   void require_same_process() const;

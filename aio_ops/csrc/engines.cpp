@@ -37,8 +37,8 @@ ThreadEngine::ThreadEngine(const Settings& settings, MoveOnce move_once)
              call_queues(settings.thread_count, move_once),
              Lanes::kShared) {}
 
-UringEngine::UringEngine(const Limits& limits, const UringCalls& calls)
-    : UringEngine(limits, std::make_unique<UringQueue>(limits.queue_depth, calls)) {}
+UringEngine::UringEngine(const Limits& limits, Polling polling, const UringCalls& calls)
+    : UringEngine(limits, std::make_unique<UringQueue>(limits.queue_depth, polling, calls)) {}
 
 UringEngine::UringEngine(const Limits& limits, std::unique_ptr<UringQueue>&& queue)
     : UringEngine(limits, std::move(queue), queue->registry()) {}  // the first is a reference

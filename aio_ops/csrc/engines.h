@@ -22,7 +22,7 @@ class ThreadEngine : public Driver {
 // One io_uring, driven by one thread. At most queue_depth blocks are in the kernel at once.
 class UringEngine : public Driver {
  public:
-  UringEngine(const Limits& limits, const UringCalls& calls = {});
+  UringEngine(const Limits& limits, Polling polling = {}, const UringCalls& calls = {});
 
   // [see UringRegistry] In a forked child these do nothing: the ring belongs to the parent.
   int add_file(int descriptor);

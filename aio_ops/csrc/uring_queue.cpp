@@ -8,6 +8,8 @@
 #include <cstring>
 #include <utility>
 
+#include "call_queue.h"
+
 namespace tierzero::aio {
 namespace {
 
@@ -18,6 +20,8 @@ constexpr uint64_t kSmallestDepth = 8;
 // Fewer interrupts of the driver, and no batch cut short; left out where the kernel is older.
 constexpr unsigned kWantedFlags = uring::kSetupCoopTaskrun | uring::kSetupSubmitAll;
 
+constexpr unsigned kThreadIdleMs = 20;  // without work, before the kernel's thread sleeps
+
 uint32_t load_acquire(const uint32_t* index) {
   return __atomic_load_n(index, __ATOMIC_ACQUIRE);
 }
@@ -27,12 +31,16 @@ void store_release(uint32_t* index, uint32_t value) {
 }
 
 // One entry more than calls: for the poll of the wake counter.
-int set_up(const UringCalls& calls, uint64_t& depth, uring::Parameters& params) {
+int set_up(const UringCalls& calls, Polling polling, uint64_t& depth, uring::Parameters& params) {
   depth = std::min(depth, kLargestDepth);
-  unsigned flags = kWantedFlags;
+  const unsigned polling_flags = (polling.submission ? uring::kSetupSubmissionPolling : 0U) |
+                                 (polling.completion ? uring::kSetupCompletionPolling : 0U);
+  // The kernel's thread runs no task work of ours.
+  unsigned flags = polling.submission ? uring::kSetupSubmitAll : kWantedFlags;
   for (;;) {
     params = {};
-    params.flags = flags;
+    params.flags = flags | polling_flags;
+    params.thread_idle_ms = polling.submission ? kThreadIdleMs : 0;
     const int answer = calls.setup(static_cast<unsigned>(std::bit_ceil(depth + 1)), &params);
     if (answer >= 0) {
       return answer;
@@ -49,10 +57,17 @@ int set_up(const UringCalls& calls, uint64_t& depth, uring::Parameters& params) 
 
 }  // namespace
 
-UringQueue::UringQueue(uint64_t depth, UringCalls calls)
-    : calls_(std::move(calls)), params_{}, depth_(depth), ring_(set_up(calls_, depth_, params_)) {
+UringQueue::UringQueue(uint64_t depth, Polling polling, UringCalls calls)
+    : calls_(std::move(calls)),
+      polling_(polling),
+      params_{},
+      depth_(depth),
+      ring_(set_up(calls_, polling, depth_, params_)) {
   if ((params_.features & uring::kFeatureSingleMmap) == 0) {
     throw_errno(EOPNOTSUPP, "this io_uring is older than Linux 5.4");
+  }
+  if (polling.submission && (params_.features & uring::kFeatureUnregisteredPolling) == 0) {
+    throw_errno(EOPNOTSUPP, "submission polling on this kernel, which is older than Linux 5.11");
   }
   const uint64_t submission_bytes =
       params_.submission.array + params_.submission_entries * sizeof(uint32_t);
@@ -64,6 +79,7 @@ UringQueue::UringQueue(uint64_t depth, UringCalls calls)
       ring_.number(), params_.submission_entries * sizeof(uring::Submission), uring::kEntriesAt);
   submission_head_ = rings_->at<uint32_t>(params_.submission.head);
   submission_tail_ = rings_->at<uint32_t>(params_.submission.tail);
+  submission_flags_ = rings_->at<uint32_t>(params_.submission.flags);
   completion_head_ = rings_->at<uint32_t>(params_.completion.head);
   completion_tail_ = rings_->at<uint32_t>(params_.completion.tail);
   tail_ = *submission_tail_;
@@ -104,6 +120,10 @@ uring::Submission* UringQueue::next_entry() {
 }
 
 Answer UringQueue::submit(uint64_t token, const Block& block) {
+  if (polling_.completion && block.alignment_bytes == 1) {
+    moved_.push_back({token, move_with_kernel(block)});
+    return Answer::kTaken;
+  }
   uring::Submission* const entry = taken_ < depth_ ? next_entry() : nullptr;
   if (entry == nullptr) {
     return Answer::kBusy;
@@ -136,8 +156,15 @@ Answer UringQueue::submit(uint64_t token, const Block& block) {
   return Answer::kTaken;
 }
 
+void UringQueue::wake() {
+  if (!polling_.completion) {
+    wake_counter_.raise();
+  }
+}
+
 void UringQueue::arm_wake() {
-  uring::Submission* const entry = wake_armed_ ? nullptr : next_entry();
+  const bool needless = wake_armed_ || polling_.completion;
+  uring::Submission* const entry = needless ? nullptr : next_entry();
   if (entry == nullptr) {
     return;
   }
@@ -195,16 +222,37 @@ void UringQueue::enter(bool wait) {
   sched_yield();
 }
 
+// With submission polling the kernel takes entries by itself, once its thread is awake.
+void UringQueue::enter_polled(bool wait) {
+  __sync_synchronize();  // our tail before its flags
+  const bool sleeps = (load_acquire(submission_flags_) & uring::kThreadSleeps) != 0;
+  const unsigned flags =
+      (wait ? uring::kEnterGetEvents : 0U) | (sleeps ? uring::kEnterWakeThread : 0U);
+  if (flags == 0) {
+    return;
+  }
+  const int answer = calls_.enter(ring_.number(), unsubmitted(), wait ? 1 : 0, flags);
+  if (answer < 0 && answer != -EINTR && answer != -EAGAIN && answer != -EBUSY) {
+    throw_errno(-answer, "io_uring_enter");
+  }
+}
+
 void UringQueue::reap(std::vector<Completion>& completions) {
   const std::size_t before = completions.size();
   woken_ = false;
+  completions.insert(completions.end(), moved_.begin(), moved_.end());
+  moved_.clear();
   do {
     arm_wake();
-    if (unsubmitted() > 0 || !completion_waits()) {
-      enter(!completion_waits());
+    const bool wait = completions.size() == before && !completion_waits();
+    if (polling_.submission) {
+      enter_polled(wait);
+    } else if (unsubmitted() > 0 || wait) {
+      enter(wait);
     }
+    // Without interrupts completions only appear to whoever asks for them.
     take_completions(completions);
-  } while (completions.size() == before && !woken_);
+  } while (completions.size() == before && !woken_ && taken_ + (wake_armed_ ? 1 : 0) > 0);
 }
 
 }  // namespace tierzero::aio

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aio_ops import Engine, HostArena, Span, Ticket, TransferFile
+from aio_ops import Engine, HostArena, Schedule, Span, Ticket, TransferFile
 from tests.aio_ops.disks import storage_bytes
 from tests.aio_ops.support import BLOCK_BYTES, SECTOR, contents, filled, make_engine, pattern, put
 
@@ -287,7 +287,11 @@ class Mover:
 
 
 def check_interleaving(
-    engine_kind: str, scratch: Path, steps: list[tuple[str, int, int]], queue_depth: int
+    engine_kind: str,
+    scratch: Path,
+    steps: list[tuple[str, int, int]],
+    queue_depth: int,
+    schedule: Schedule,
 ) -> None:
     with (
         make_engine(engine_kind, queue_depth=queue_depth, block_bytes=SECTOR) as engine,
@@ -296,7 +300,9 @@ def check_interleaving(
     ):
         before = storage_bytes()
         mover = Mover(engine, file, arena)
-        for step in steps:
+        for index, step in enumerate(steps):
+            if index == len(steps) // 2:
+                engine.set_schedule(schedule)  # with transfers in flight
             mover.act(*step)
         for extent in range(len(EXTENT_SECTORS)):
             mover.settle(extent)
@@ -313,22 +319,32 @@ def check_interleaving(
         assert contents(file, 0, FILE_BYTES) == bytes(mover.expected)
 
 
-interleavings = given(st.lists(actions, min_size=1, max_size=40), st.integers(1, 6))
+limits = st.one_of(st.none(), st.integers(1, 6 * SECTOR))
+schedules = st.builds(Schedule, limits, limits, limits)
+interleavings = given(st.lists(actions, min_size=1, max_size=40), st.integers(1, 6), schedules)
 quiet = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
 @settings(max_examples=50, **quiet)
 @interleavings
 def test_any_interleaving_equals_the_oracle(
-    engine_kind: str, scratch: Path, steps: list[tuple[str, int, int]], queue_depth: int
+    engine_kind: str,
+    scratch: Path,
+    steps: list[tuple[str, int, int]],
+    queue_depth: int,
+    schedule: Schedule,
 ) -> None:
-    check_interleaving(engine_kind, scratch, steps, queue_depth)
+    check_interleaving(engine_kind, scratch, steps, queue_depth, schedule)
 
 
 @pytest.mark.full
 @settings(max_examples=1000, **quiet)
 @interleavings
 def test_any_interleaving_equals_the_oracle_1000_times(
-    engine_kind: str, scratch: Path, steps: list[tuple[str, int, int]], queue_depth: int
+    engine_kind: str,
+    scratch: Path,
+    steps: list[tuple[str, int, int]],
+    queue_depth: int,
+    schedule: Schedule,
 ) -> None:
-    check_interleaving(engine_kind, scratch, steps, queue_depth)
+    check_interleaving(engine_kind, scratch, steps, queue_depth, schedule)

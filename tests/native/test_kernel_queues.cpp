@@ -45,7 +45,7 @@ using Queues = std::vector<std::unique_ptr<Queue>>;
 
 std::unique_ptr<Driver> uring_driver(const UringCalls& calls, uint64_t depth = 4) {
   Queues queues;
-  queues.push_back(std::make_unique<UringQueue>(depth, calls));
+  queues.push_back(std::make_unique<UringQueue>(depth, Polling{}, calls));
   return std::make_unique<Driver>(Limits{kSector, 32}, std::move(queues), Lanes::kShared);
 }
 
@@ -153,7 +153,7 @@ void a_ring_that_is_refused_says_why() {
       least_entries = std::min(least_entries, entries);
       return -refusal;
     };
-    CHECK(error_of([&] { UringEngine({kSector, 256}, calls); }) == refusal);
+    CHECK(error_of([&] { UringEngine({kSector, 256}, {}, calls); }) == refusal);
     CHECK(refusal != ENOMEM || least_entries == 16);  // less memory was tried first
   }
 }
@@ -187,13 +187,27 @@ void registered_files_and_memory_are_used_and_given_back() {
   engine.remove_file(slot);
 }
 
+// Buffered files, which completion polling leaves to plain calls [Note: polling].
+void polling_rings_move_what_they_are_given() {
+  for (const Polling polling : {Polling{true, false}, Polling{false, true}, Polling{true, true}}) {
+    if (error_of([&] { UringQueue(4, polling); }) != 0) {
+      std::fprintf(stderr, "this kernel refuses a ring that polls: not tested\n");
+      continue;
+    }
+    UringEngine engine({kSector, 4}, polling);
+    use(engine);
+    usleep(50000);  // the kernel's thread falls asleep
+    use(engine);
+  }
+}
+
 void memory_that_may_not_be_locked_is_refused() {
   UringCalls calls;
   calls.register_with = [with = calls.register_with](
                             int ring, unsigned opcode, const void* argument, unsigned count) {
     return opcode == uring::kUpdateBuffers ? -ENOMEM : with(ring, opcode, argument, count);
   };
-  UringEngine engine({kSector, 4}, calls);
+  UringEngine engine({kSector, 4}, {}, calls);
   Bytes memory(kSector);
   CHECK(engine.add_memory(reinterpret_cast<uint64_t>(memory.data()), memory.size()) == ENOMEM);
   use(engine, 2);
@@ -281,6 +295,7 @@ int main() {
     a_ring_survives_a_kernel_that_takes_little();
     a_ring_that_breaks_hangs_nobody();
     registered_files_and_memory_are_used_and_given_back();
+    polling_rings_move_what_they_are_given();
     memory_that_may_not_be_locked_is_refused();
     a_forked_child_may_destroy_but_not_use<UringEngine>();
     errors_of_the_kernel_arrive<UringEngine>();
