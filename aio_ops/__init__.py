@@ -7,6 +7,7 @@ engine, an arena or a file is made.
 from aio_ops.engine import Engine, open_engine
 from aio_ops.memory import HostArena, Span
 from aio_ops.schedule import Schedule
+from aio_ops.schedule_measurement import ScheduleMeasurement, measure_schedule
 from aio_ops.simulated import Fault, SimulatedDisk
 from aio_ops.swapfile import SwapFile
 from aio_ops.threads_engine import native_available, native_unavailable_reason
@@ -17,12 +18,14 @@ __all__ = [
     "Fault",
     "HostArena",
     "Schedule",
+    "ScheduleMeasurement",
     "SimulatedDisk",
     "Span",
     "SwapFile",
     "Ticket",
     "TransferError",
     "TransferFile",
+    "measure_schedule",
     "native_available",
     "native_unavailable_reason",
     "open_engine",
