@@ -4,8 +4,10 @@ Importing does nothing: the native module, the C library and the kernel are firs
 engine, an arena or a file is made.
 """
 
+from aio_ops.device import DeviceMover
 from aio_ops.engine import Engine, open_engine
-from aio_ops.memory import HostArena, Span
+from aio_ops.memory import DeviceSpan, HostArena, Span
+from aio_ops.pinned import PinnedArena
 from aio_ops.schedule import Schedule
 from aio_ops.schedule_measurement import ScheduleMeasurement, measure_schedule
 from aio_ops.simulated import Fault, SimulatedDisk
@@ -14,9 +16,12 @@ from aio_ops.threads_engine import native_available, native_unavailable_reason
 from aio_ops.transfer import Ticket, TransferError, TransferFile
 
 __all__ = [
+    "DeviceMover",
+    "DeviceSpan",
     "Engine",
     "Fault",
     "HostArena",
+    "PinnedArena",
     "Schedule",
     "ScheduleMeasurement",
     "SimulatedDisk",

@@ -93,3 +93,47 @@ class AioEngine(Engine):
     """Linux kernel AIO, a context for reads and one for writes; OSError when it is refused."""
 
     def __init__(self, block_bytes: int, queue_depth: int) -> None: ...
+
+class Cuda:
+    """A CUDA device by its primary context; answers are the driver's numbers, 0 for all is well."""
+
+    @property
+    def pci_bus_id(self) -> str: ...
+    def register_host(self, address: int, size_bytes: int) -> int: ...
+    def unregister_host(self, address: int) -> int: ...
+    def describe(self, error: int) -> str: ...
+
+def open_cuda(device: int) -> tuple[Cuda | None, str]:
+    """Return a device, or None and why it cannot be used."""
+
+class DeviceTransfer:
+    """The core's record of a transfer of device memory."""
+
+class DeviceMover:
+    """Moves bytes between files and a device through slots of registered host memory."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        cuda: Cuda,
+        *,
+        memory_owner: object,
+        memory: int,
+        slot_bytes: int,
+        slots_each: int,
+    ) -> None: ...
+    def submit(
+        self,
+        owner: Owner,
+        piece: tuple[int, int, int],
+        *,
+        writes: bool,
+        descriptor: int,
+        alignment_bytes: int,
+        edge_descriptor: int = -1,
+        after: int = 0,
+    ) -> DeviceTransfer: ...
+    def wait(self, transfer: DeviceTransfer, timeout_s: float | None) -> bool: ...
+    def take_finished(self) -> list[tuple[Owner, Result, str]]: ...
+    def drain(self) -> None: ...
+    def close(self) -> None: ...

@@ -124,7 +124,7 @@ class Engine(abc.ABC):
     ) -> list[Ticket]:
         self._require_usable()
         for offset, span in pieces:
-            check_request(file, offset, span)
+            check_request(file, offset, span.size_bytes, span.address)
         lease = file.lease()
         transfers = [Transfer(operation, file, offset, span, lease) for offset, span in pieces]
         return self._start(transfers, file, pieces) if transfers else []
@@ -145,13 +145,13 @@ class Engine(abc.ABC):
             raise RuntimeError("engine is closed")
 
 
-def check_request(file: TransferFile, offset: int, span: Span) -> None:
-    """Raise ValueError unless the file can take a transfer of `span` at `offset`."""
-    if span.size_bytes <= 0:
-        raise ValueError(f"a transfer needs at least one byte, got {span.size_bytes}")
-    if offset < 0 or offset + span.size_bytes > file.size_bytes:
+def check_request(file: TransferFile, offset: int, size_bytes: int, address: int = 0) -> None:
+    """Raise ValueError unless the file can take a transfer between an offset and an address."""
+    if size_bytes <= 0:
+        raise ValueError(f"a transfer needs at least one byte, got {size_bytes}")
+    if offset < 0 or offset + size_bytes > file.size_bytes:
         raise ValueError(
-            f"bytes {offset} to {offset + span.size_bytes} are not inside {file.path}, which has "
+            f"bytes {offset} to {offset + size_bytes} are not inside {file.path}, which has "
             f"{file.size_bytes} bytes"
         )
     if not file.direct or file.any_alignment:
@@ -159,8 +159,8 @@ def check_request(file: TransferFile, offset: int, span: Span) -> None:
     alignment_bytes = file.alignment_bytes
     for what, value in (
         ("offset", offset),
-        ("size_bytes", span.size_bytes),
-        ("address", span.address),
+        ("size_bytes", size_bytes),
+        ("address", address),
     ):
         if value % alignment_bytes:
             raise ValueError(

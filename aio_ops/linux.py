@@ -34,6 +34,7 @@ def libc() -> ctypes.CDLL:
     ]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    library.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     return library
 
 

@@ -8,6 +8,7 @@ never pulls memory from under a transfer or a tensor: it only gives up the arena
 
 import ctypes
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -60,10 +61,27 @@ class Span:
         return memoryview(array).cast("B")
 
 
-class _Mapping:
+@dataclass(frozen=True, slots=True)
+class DeviceSpan:
+    """Bytes in the memory of a CUDA device, with the object that keeps them allocated."""
+
+    device: int
+    address: int
+    size_bytes: int
+    owner: object = field(repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 0 or self.address <= 0 < self.size_bytes:
+            raise ValueError(
+                f"{self.size_bytes} bytes cannot start at address {self.address} of a device"
+            )
+
+
+class Mapping:
     """Anonymous private memory, unmapped when nothing refers to it any more."""
 
     def __init__(self, size_bytes: int, alignment_bytes: int) -> None:
+        self.before_unmap: list[Callable[[], None]] = []
         self._libc = libc()
         self._process_id = os.getpid()
         self.size_bytes = size_bytes
@@ -95,6 +113,8 @@ class _Mapping:
     def __del__(self) -> None:
         # A forked child may not have the mapping (MADV_DONTFORK); something else may be there.
         if self.address and os.getpid() == self._process_id:
+            for give_back in self.before_unmap:
+                give_back()
             self._unmap(self.address, self.size_bytes)
 
 
@@ -114,21 +134,30 @@ class HostArena:
         self.size_bytes = align_up(size_bytes, page_bytes)
         self.used_bytes = 0
         huge = hugepages and self.size_bytes >= _HUGEPAGE_BYTES
-        mapping = _Mapping(self.size_bytes, _HUGEPAGE_BYTES if huge else page_bytes)
+        mapping = Mapping(self.size_bytes, _HUGEPAGE_BYTES if huge else page_bytes)
         if not inherited:
             mapping.advise(_MADV_DONTFORK)
         self.hugepages = huge and _try_hugepages(mapping)
-        self._mapping: _Mapping | None = mapping
+        self._mapping: Mapping | None = mapping
+
+    def whole(self) -> Span:
+        """Return all of the arena, whatever is carved from it: what an engine can register."""
+        mapping = self._require_open()
+        return Span(mapping.address, self.size_bytes, mapping)
+
+    def _require_open(self) -> Mapping:
+        if self._mapping is None:
+            raise RuntimeError("the arena is closed; nothing can be carved from it")
+        return self._mapping
 
     def carve(self, size_bytes: int, *, alignment_bytes: int = 4096) -> Span:
         """Return the next `size_bytes` of the arena, at a multiple of `alignment_bytes`."""
-        if self._mapping is None:
-            raise RuntimeError("the arena is closed; nothing can be carved from it")
+        mapping = self._require_open()
         if size_bytes <= 0:
             raise ValueError(f"a span needs at least one byte, {size_bytes} were asked for")
         if alignment_bytes <= 0 or alignment_bytes & (alignment_bytes - 1):
             raise ValueError(f"alignment_bytes must be a power of two, got {alignment_bytes}")
-        base = self._mapping.address
+        base = mapping.address
         start = align_up(base + self.used_bytes, alignment_bytes)
         stop_bytes = start - base + size_bytes
         if stop_bytes > self.size_bytes:
@@ -137,7 +166,7 @@ class HostArena:
                 f"{self.used_bytes} of its {self.size_bytes} bytes are used"
             )
         self.used_bytes = stop_bytes
-        return Span(start, size_bytes, self._mapping)
+        return Span(start, size_bytes, mapping)
 
     def close(self) -> None:
         """Give the memory up; it is unmapped once no span or view of it is left."""
@@ -155,7 +184,7 @@ class HostArena:
         self.close()
 
 
-def _try_hugepages(mapping: _Mapping) -> bool:
+def _try_hugepages(mapping: Mapping) -> bool:
     try:
         mapping.advise(_MADV_HUGEPAGE)
     except OSError:  # a kernel without transparent huge pages; small pages are slower, not wrong

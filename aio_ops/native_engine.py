@@ -55,6 +55,11 @@ class NativeEngine(Engine):
         self._core = core
         self.watch(STALL_WARNING_S)
 
+    @property
+    def core(self) -> "_native.Engine":
+        """The native part, for those in this package that add to it."""
+        return self._core
+
     def watch(self, stall_s: float) -> None:
         """Warn those who wait whenever nothing has completed for `stall_s` seconds."""
         self._core.watch(stall_s, functools.partial(warn_of_stall, self.name))

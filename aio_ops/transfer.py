@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from aio_ops.memory import Span
+from aio_ops.memory import DeviceSpan, Span
 
 _log = logging.getLogger(__name__)
 
@@ -117,13 +117,18 @@ class Transfer:
     """The record that an engine keeps of a transfer, from submission to result."""
 
     def __init__(
-        self, operation: Operation, file: TransferFile, offset: int, span: Span, lease: object
+        self,
+        operation: Operation,
+        file: TransferFile,
+        offset: int,
+        span: Span | DeviceSpan,
+        lease: object,
     ) -> None:
         self.operation = operation
         self.path = file.path
         self.offset = offset
         self.size_bytes = span.size_bytes
-        self.span: Span | None = span
+        self.span: Span | DeviceSpan | None = span
         self.lease = lease
         self.outcome: Outcome | None = None
         self.reported = False
