@@ -57,7 +57,7 @@ def test_the_kernel_counts_what_was_asked_for(size_bytes: int, *, hugepages: boo
             "Locked": exact_bytes,
         }
         grown = status_bytes("VmRSS") - resident
-        assert exact_bytes - 128 * PAGE_BYTES <= grown <= exact_bytes + 512 * PAGE_BYTES
+        assert exact_bytes - MIB <= grown <= exact_bytes + 8 * MIB
     gc.collect()
     assert status_bytes("VmLck") == locked
 
