@@ -9,6 +9,7 @@ chunks as there are free slots; whoever waits for it, or needs a slot, copies ou
 and starts the rest, so that copying one chunk overlaps reading the next ones.
 """
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -22,6 +23,7 @@ from aio_ops.handles.files import HandleFile
 from aio_ops.handles.tensors import HostBytes, TensorBytes
 from aio_ops.linux import libc
 from aio_ops.memory import HostArena, Span, align_up
+from aio_ops.pinned import PinnedArena
 from aio_ops.python_engine import Block, move_block
 from aio_ops.transfer import Operation, Ticket, Transfer
 
@@ -206,7 +208,7 @@ class BounceSlots:
         # Every chunk but the first begins at a page of the file.
         reach = (offset + self._chunk_bytes) // _PAGE_BYTES * _PAGE_BYTES - offset
         size_bytes = min(reach, request.memory.size_bytes - start)
-        slot = self._acquire()
+        slot = self._acquire(request.memory.device)
         try:
             part = slot.sub(offset % _PAGE_BYTES, size_bytes)  # in step with the file
             if request.operation is Operation.WRITE:
@@ -233,10 +235,10 @@ class BounceSlots:
         self._busy.popleft()
         self._release(chunk.slot)
 
-    def _acquire(self) -> Span:
+    def _acquire(self, device: int | None) -> Span:
         if self._free is None:
             slot_bytes = self._chunk_bytes + _PAGE_BYTES
-            with HostArena(_SLOT_COUNT * slot_bytes) as arena:
+            with _slot_arena(_SLOT_COUNT * slot_bytes, device) as arena:
                 self._free = [arena.carve(slot_bytes) for _ in range(_SLOT_COUNT)]
         while not self._free:
             self.finish_oldest()
@@ -245,6 +247,14 @@ class BounceSlots:
     def _release(self, slot: Span) -> None:
         if self._free is not None:
             self._free.append(slot)
+
+
+def _slot_arena(size_bytes: int, device: int | None) -> HostArena:
+    """Return memory for slots; for a device it is registered there, so that copies are fast."""
+    if device is not None:
+        with contextlib.suppress(OSError):  # what may not be locked is only slower
+            return PinnedArena(size_bytes, device=device)
+    return HostArena(size_bytes)
 
 
 def submit(engine: Engine, request: Request, offset: int, span: Span) -> Ticket:

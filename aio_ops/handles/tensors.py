@@ -26,6 +26,10 @@ class TensorBytes(Protocol):
     def size_bytes(self) -> int:
         """How many there are."""
 
+    @property
+    def device(self) -> int | None:
+        """The CUDA device that they are on, or None."""
+
     def load(self, start: int, target: Span) -> None:
         """Copy the bytes from `start` on to host memory, as many as it holds."""
 
@@ -43,6 +47,11 @@ class HostBytes:
     def size_bytes(self) -> int:
         """How many there are."""
         return self.span.size_bytes
+
+    @property
+    def device(self) -> int | None:
+        """None: they are in host memory."""
+        return None
 
     def load(self, start: int, target: Span) -> None:
         """Copy the bytes from `start` on to `target`."""
@@ -64,6 +73,12 @@ class DeviceBytes:
     def size_bytes(self) -> int:
         """How many there are."""
         return int(self.flat.numel())
+
+    @property
+    def device(self) -> int | None:
+        """The CUDA device that they are on, or None on another kind of device."""
+        place = self.flat.device
+        return int(place.index or 0) if place.type == "cuda" else None
 
     def load(self, start: int, target: Span) -> None:
         """Copy the bytes from `start` on to `target`, and wait until they are there."""

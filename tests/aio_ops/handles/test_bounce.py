@@ -159,5 +159,5 @@ def test_slots_are_made_at_the_first_need_only(monkeypatch: pytest.MonkeyPatch) 
         slots = BounceSlots(engine, CHUNK_BYTES)
         assert slots.has_free()
         assert made == []
-        slots._acquire()
+        slots._acquire(None)
     assert made == [4 * (CHUNK_BYTES + 4096)]
