@@ -144,7 +144,7 @@ def parse() -> argparse.Namespace:
         "--engines",
         nargs="+",
         default=list(ENGINES),
-        help="kinds, with +registered, +sqpoll or +iopoll",
+        help="kinds, with +registered, +sqpoll, +iopoll, or +4m for blocks of 4 MiB",
     )
     parser.add_argument("--hugepages", choices=("yes", "no", "both"), default="both")
     parser.add_argument("--peer-python", help="an interpreter that has DeepSpeed")

@@ -68,7 +68,9 @@ def open_asked(name: str, queue_depth: int, burst_bytes: int) -> Engine:
     """Open the engine of a contender's name: its kind, then what it adds."""
     kind, *extras = name.split("+")
     polling = next((POLLING[extra] for extra in extras if extra in POLLING), "none")
-    engine = open_engine(kind, queue_depth=queue_depth, polling=polling)
+    blocks = [int(extra[:-1]) for extra in extras if extra.endswith("m") and extra[:-1].isdigit()]
+    block_bytes = (blocks or [1])[0] << 20
+    engine = open_engine(kind, queue_depth=queue_depth, block_bytes=block_bytes, polling=polling)
     if burst_bytes:
         engine.set_schedule(Schedule(burst_bytes=burst_bytes))
     return engine
@@ -77,7 +79,7 @@ def open_asked(name: str, queue_depth: int, burst_bytes: int) -> Engine:
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engine", help="its kind, +registered, +sqpoll or +iopoll")
+    parser.add_argument("engine", help="its kind, +registered, +sqpoll, +iopoll or +4m (blocks)")
     parser.add_argument("path", type=Path)
     parser.add_argument("workload", choices=("read", "write", "mixed"))
     parser.add_argument("moved_bytes", type=int)
