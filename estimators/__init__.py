@@ -1,5 +1,13 @@
 """Pure arithmetic of layout and memory, shared by the estimates and by the allocator."""
 
+from estimators.field import (
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 from estimators.formats import ElementType, StateField, StateFormat, record_layout
 from estimators.layout import (
     FlatLayout,
@@ -34,6 +42,12 @@ __all__ = [
     "SubGroup",
     "Tier",
     "align_up",
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
     "flat_layout",
     "plan_placement",
     "record_layout",
