@@ -11,12 +11,15 @@ from estimators.layout import (
     split_evenly_bounded,
 )
 from estimators.placement import Budget, PlanError, plan_placement
+from estimators.rates import ASSUMED_RATES, DriveRates
 from estimators.records import Extent, Section, SubGroup
 from estimators.segments import PlacementRequest, SegmentSpec, Tier
 from estimators.summary import MemoryPlan, PlanRow, SlotPlan, StepTraffic, step_traffic
 
 __all__ = [
+    "ASSUMED_RATES",
     "Budget",
+    "DriveRates",
     "ElementType",
     "Extent",
     "FlatLayout",

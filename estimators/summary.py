@@ -10,6 +10,9 @@ from estimators.layout import align_up
 from estimators.records import Section, SubGroup, section_bytes
 from estimators.segments import PlacementRequest, Tier
 
+LIVE_PARAMETERS = "parameters unsharded (peak)"
+GRADIENT_SCRATCH = "gradients unsharded (peak)"
+
 RESIDENT_ALIGNMENT_BYTES = 4096
 """Everything resident starts at a page of its arena."""
 
@@ -78,29 +81,31 @@ class MemoryPlan:
         return tuple(tuple(group) for group in groups)
 
     def segment_tier(self, segment: int, section: Section) -> Tier | None:
-        """Return where the parameters or gradients of a whole segment rest (None: has none)."""
-        groups = self.by_segment[segment]
-        return groups[0].tier(section) if groups else None
+        """Return the lowest tier on which some of a segment's section rests (None: has none)."""
+        tiers = [group.tier(section) for group in self.by_segment[segment]]
+        return Tier.NVME if Tier.NVME in tiers else (tiers[0] if tiers else None)
+
+    def resident_parts(
+        self, tier: Tier, section: Section, segment: int
+    ) -> list[tuple[SubGroup, int]]:
+        """Return `(sub-group, bytes)` of a segment's section that rests on device or host."""
+        spec = self.request.segments[segment]
+        return [
+            (group, section_bytes(self.request, spec, group.numel)[section])
+            for group in self.by_segment[segment]
+            if group.tier(section) is tier
+        ]
 
     def resident_section_bytes(self, tier: Tier, section: Section) -> int:
         """Return the arena bytes of a class on the device or host tier.
 
-        Parameters and gradients are allocated per segment, state per sub-group.
+        Each segment has one allocation for a section: the parts are contiguous, in order, and
+        their bytes add up whatever the cuts, because every sub-group holds whole cache lines.
         """
-        total = 0
-        for index, segment in enumerate(self.request.segments):
-            groups = [group for group in self.by_segment[index] if group.tier(section) is tier]
-            numels = (
-                [group.numel for group in groups]
-                if section is Section.STATE
-                else [sum(group.numel for group in groups)]
-            )
-            total += sum(
-                resident_bytes(section_bytes(self.request, segment, numel).get(section, 0))
-                for numel in numels
-                if numel
-            )
-        return total
+        return sum(
+            resident_bytes(sum(size for _, size in self.resident_parts(tier, section, index)))
+            for index in range(len(self.request.segments))
+        )
 
     def is_in_place(self, segment: int) -> bool:
         """Tell whether the flat buffer of a segment is its shard: nothing is ever freed."""
@@ -170,8 +175,8 @@ class MemoryPlan:
             for tier in (Tier.DEVICE, Tier.HOST)
             for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)
         ]
-        rows.append(PlanRow(Tier.DEVICE, "parameters unsharded (peak)", self.live_parameter_bytes))
-        rows.append(PlanRow(Tier.DEVICE, "gradients unsharded (peak)", self.gradient_scratch_bytes))
+        rows.append(PlanRow(Tier.DEVICE, LIVE_PARAMETERS, self.live_parameter_bytes))
+        rows.append(PlanRow(Tier.DEVICE, GRADIENT_SCRATCH, self.gradient_scratch_bytes))
         rows.append(PlanRow(Tier.HOST, f"slots ({self.slots.count})", self.slots.total_bytes))
         rows.extend(
             PlanRow(Tier.NVME, f"{section.name.lower()}s", self.nvme_section_bytes(section))

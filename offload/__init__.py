@@ -1,6 +1,7 @@
 """Tiers, slots, pager, state formats and the update: knows shards of tensors, no ranks."""
 
 from offload.arrays import array_at, copy_bytes, tensor_at, tensor_span
+from offload.footprint import disk_bytes, process_bytes, resident_set_bytes
 from offload.kernels import (
     AdamWScalars,
     Kernels,
@@ -10,6 +11,7 @@ from offload.kernels import (
 )
 from offload.ledger import Activity, Ledger, LedgerSnapshot, Link
 from offload.pager import PageError, Pager, PagerFailedError, PagerState
+from offload.report import LedgerReport, StepRecord
 from offload.slots import Slot, SlotState, carve_slots
 from offload.step import update
 from offload.store import Store, StoreParts
@@ -20,6 +22,7 @@ __all__ = [
     "AdamWScalars",
     "Kernels",
     "Ledger",
+    "LedgerReport",
     "LedgerSnapshot",
     "Link",
     "PageError",
@@ -28,14 +31,18 @@ __all__ = [
     "PagerState",
     "Slot",
     "SlotState",
+    "StepRecord",
     "Store",
     "StoreParts",
     "array_at",
     "carve_slots",
     "copy_bytes",
+    "disk_bytes",
     "load_kernels",
     "native_available",
     "native_unavailable_reason",
+    "process_bytes",
+    "resident_set_bytes",
     "tensor_at",
     "tensor_span",
     "update",

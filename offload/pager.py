@@ -117,10 +117,10 @@ class Pager:
         if ahead is not None:
             self._evict(ahead)
         start, size = extent.span(sections)
-        self._ledger.note("submit write", extent.name)
         slot.move_to(SlotState.PAGING_OUT)
         slot.sections = sections
         slot.is_leased = False
+        self._ledger.submitted(Link.WRITE, extent.name)
         try:
             slot.ticket = self._engine.submit_write(
                 self._file, extent.offset + start, slot.span.sub(start, size)
@@ -151,6 +151,8 @@ class Pager:
             elif slot.state is SlotState.PAGING_OUT:
                 self.fail("a page-out was interrupted before it began")
             elif slot.state is not SlotState.FREE:
+                if slot.state is SlotState.PAGING_IN and slot.ticket is not None and slot.extent:
+                    self._ledger.ended(Link.READ, slot.extent.name)
                 slot.clear()
 
     def drain(self) -> None:
@@ -219,12 +221,13 @@ class Pager:
         start, size = extent.span(sections)
         slot.move_to(SlotState.PAGING_IN)
         slot.extent, slot.sections = extent, sections
-        self._ledger.note("submit read", extent.name)
+        self._ledger.submitted(Link.READ, extent.name)
         try:
             slot.ticket = self._engine.submit_read(
                 self._file, extent.offset + start, slot.span.sub(start, size)
             )
         except OSError as error:
+            self._ledger.ended(Link.READ, extent.name)
             slot.clear()
             raise _page_error(extent, SlotState.PAGING_IN, error) from error
 
@@ -235,12 +238,12 @@ class Pager:
         try:
             slot.ticket.wait()
         except OSError as error:
+            self._ledger.ended(Link.READ, extent.name)
             slot.clear()
             raise _page_error(extent, SlotState.PAGING_IN, error) from error
         slot.ticket = None
         slot.move_to(SlotState.RESIDENT)
-        self._ledger.add_bytes(Link.READ, extent.bytes_of(slot.sections))
-        self._ledger.note("read done", extent.name)
+        self._ledger.completed(Link.READ, extent.name, extent.bytes_of(slot.sections))
 
     def _settle_write(self, extent: Extent) -> None:
         for slot in list(self._write_order):
@@ -262,12 +265,12 @@ class Pager:
             slot.ticket.wait()
         except OSError as error:
             raise self._write_failed(slot, extent, error) from error
-        self._ledger.add_bytes(Link.WRITE, extent.bytes_of(slot.sections))
-        self._ledger.note("write done", extent.name)
+        self._ledger.completed(Link.WRITE, extent.name, extent.bytes_of(slot.sections))
         slot.clear()
 
     def _write_failed(self, slot: Slot, extent: Extent, error: OSError) -> PageError:
         """Keep the bytes in their slot and refuse all further work."""
+        self._ledger.ended(Link.WRITE, extent.name)
         slot.move_to(SlotState.RESIDENT)
         slot.is_leased = True  # never reused: its bytes exist nowhere else
         failure = _page_error(extent, SlotState.PAGING_OUT, error)

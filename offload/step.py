@@ -102,6 +102,7 @@ def _update_group(
             scalars[spec.param_group],
         )
     store.ledger.note("update", _name(store, group))
+    store.count_uses(group)
     if slot is None or store.pager is None:
         return
     changed = frozenset(

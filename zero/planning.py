@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from estimators import (
     Tier,
     plan_placement,
 )
-from offload import load_kernels
+from offload import load_kernels, process_bytes
 from zero import machine
 from zero.comm import Communicator
 from zero.config import ZeroConfig, load_config, preflight
@@ -46,6 +47,8 @@ class Plan:
     engine_reason: str
     kernels_name: str
     host_budget_source: str
+    rss_at_start_bytes: int
+    """What the process held in memory when the plan was made."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data."""
@@ -67,7 +70,14 @@ class Plan:
             "engine": self.engine_name,
             "engine_reason": self.engine_reason,
             "kernels": self.kernels_name,
+            "host_budget_source": self.host_budget_source,
+            "world_size": self.memory.request.world_size,
+            "state_format": self.memory.request.state_format.value,
         }
+
+    def to_json(self) -> str:
+        """Return the plan as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
 
 
 @dataclass(frozen=True)
@@ -171,6 +181,7 @@ def make_blueprint(
         engine_reason=engine.reason,
         kernels_name=load_kernels().name,
         host_budget_source=source,
+        rss_at_start_bytes=process_bytes("VmRSS")["VmRSS"],
     )
     return Blueprint(settings, plan, units, optimizer)
 

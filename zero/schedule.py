@@ -23,10 +23,12 @@ import torch
 from torch import nn
 
 from estimators import Section, Tier
+from estimators.summary import LIVE_PARAMETERS
 from offload import Store
 from zero.gradients import GradientReducer
 from zero.guard import SavedTensorGuard
 from zero.hooks import ModuleHook
+from zero.memory import live_parameter_bytes
 from zero.order import Phase, RecordedOrder
 from zero.unit import Unit
 
@@ -200,6 +202,7 @@ class UnitScheduler:
 
     def _acquire(self, unit: Unit, phase: Phase) -> None:
         self._unshard(unit)
+        self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(self.units))
         predicted = self._order.visit(phase, unit.index)
         if predicted is not None:
             self._read_ahead(self.units[predicted])

@@ -250,5 +250,5 @@ def test_an_interrupted_borrower_gives_its_slots_back() -> None:
     pager.reclaim()
     pager.release(pager.blank(extents[2]))
     with pytest.raises(RuntimeError, match="not lent out"):
-        pager.release(carve_slots(store.host_arena.__class__(4096), SlotPlan(1, 4096))[0])
+        pager.release(carve_slots(HostArena(4096), SlotPlan(1, 4096))[0])
     store.close()

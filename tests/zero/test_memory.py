@@ -1,0 +1,115 @@
+"""What was planned is what is there, by category and tier, and a plan that is wrong is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import zero
+from estimators import Tier
+from tests.support.configs import make_config
+from tests.support.tiny import make_batch, make_model
+from zero.memory import MemoryLine, memory_table
+
+MIB = 1 << 20
+
+
+def paged(scratch: Path, **changes: Any) -> dict[str, Any]:
+    return make_config(
+        parameters="nvme",
+        optimizer="nvme",
+        nvme_path=str(scratch),
+        **{"host_memory": "8MB", "sub_group_size": 65536, **changes},
+    )
+
+
+def train(engine: zero.ZeroEngine, steps: int) -> None:
+    for step in range(steps):
+        engine.backward(engine(*make_batch(step)))
+        engine.step()
+
+
+@pytest.mark.nvme
+def test_actual_memory_is_reported_by_category_and_is_what_was_planned(scratch: Path) -> None:
+    config = paged(scratch, host_memory="3MB")
+    engine, _, _, _ = zero.initialize(model=make_model(extra=(900_000,)), config=config)
+    train(engine, 1)
+    report = engine.memory_report()
+    lines = {(line["tier"], line["what"]): line for line in report["lines"]}
+    for tier, what in (
+        ("device", "parameters unsharded (peak)"),
+        ("device", "gradients unsharded (peak)"),
+        ("host", "parameters resident"),
+        ("host", "slots"),
+        ("nvme", "swap file"),
+    ):
+        line = lines[tier, what]
+        assert line["planned_bytes"] > 0, (tier, what)
+        assert line["actual_bytes"] > 0.8 * line["planned_bytes"], line
+    for line in report["lines"]:
+        slack = MIB if line["tier"] == "nvme" else 0
+        assert line["actual_bytes"] <= line["planned_bytes"] + slack, line
+    assert len(report["first_step"]) == len(report["lines"])
+    assert report["process"]["peak_rss_bytes"] >= report["process"]["rss_bytes"] > 0
+    out = io.StringIO()
+    Console(file=out, width=100).print(memory_table(report))
+    assert "swap file" in out.getvalue()
+    assert json.loads(engine.plan.to_json())["host_bytes"] == engine.plan.memory.host_bytes
+    engine.destroy()
+
+
+class Nested(torch.nn.Linear):
+    """A block that runs the next one inside its own forward."""
+
+    inner: list[torch.nn.Module]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.inner:
+            x = block(x)
+        return super().forward(x)
+
+
+@pytest.mark.nvme
+def test_more_than_planned_is_a_warning_that_names_the_category(scratch: Path) -> None:
+    blocks = [Nested(64, 64) for _ in range(5)]
+    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+        block.inner = [following] if following is not None else []
+    model = torch.nn.Sequential(*blocks)
+    model.forward = blocks[0]  # type: ignore[assignment]
+    config = paged(scratch)
+    config["zero_optimization"]["offload_param"]["max_in_cpu"] = 0
+    engine, _, _, _ = zero.initialize(model=model, config=config)
+    with pytest.warns(RuntimeWarning, match=r"device memory for parameters unsharded \(peak\)"):
+        engine.backward(engine(torch.ones(2, 64)).sum())
+        engine.step()
+    engine.destroy()
+
+
+def test_a_line_exceeds_only_beyond_what_was_planned() -> None:
+    line = MemoryLine(Tier.HOST, "slots", 100, 100)
+    assert not line.exceeds
+    assert dataclasses.replace(line, actual_bytes=101).exceeds
+    assert not dataclasses.replace(line, actual_bytes=None).exceeds
+    nvme = MemoryLine(Tier.NVME, "swap file", 100, 100 + MIB)
+    assert not nvme.exceeds
+    assert dataclasses.replace(nvme, actual_bytes=101 + MIB).exceeds
+
+
+@pytest.mark.nvme
+def test_the_ledger_reports_each_step_of_an_engine(scratch: Path) -> None:
+    engine, _, _, _ = zero.initialize(model=make_model(), config=paged(scratch, host_memory="60KB"))
+    train(engine, 3)
+    report = engine.ledger.report()
+    assert [step.step for step in report.steps] == [1, 2, 3]
+    snapshot = engine.ledger.snapshot()
+    assert report.steps[-1].read_bytes > 0
+    assert sum(step.read_bytes for step in report.steps) <= snapshot.nvme_read_bytes
+    assert report.parameter_numel >= sum(p.numel() for p in engine.module.parameters())
+    engine.destroy()
