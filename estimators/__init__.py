@@ -10,7 +10,7 @@ from estimators.layout import (
     shard_pieces,
     split_evenly_bounded,
 )
-from estimators.placement import Budget, PlanError, plan_placement
+from estimators.placement import Budget, PlanError, minimum_host_bytes, plan_placement
 from estimators.rates import ASSUMED_RATES, DriveRates
 from estimators.records import Extent, Section, SubGroup
 from estimators.segments import PlacementRequest, SegmentSpec, Tier
@@ -38,6 +38,7 @@ __all__ = [
     "Tier",
     "align_up",
     "flat_layout",
+    "minimum_host_bytes",
     "plan_placement",
     "record_layout",
     "shard_bounds",

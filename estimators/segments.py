@@ -67,6 +67,8 @@ class PlacementRequest:
     """False without an optimizer: no gradients and no state."""
     max_host_parameter_numel: int | None = None
     """Most elements of parameters, of one rank, that may rest on the host rather than on NVMe."""
+    slot_count: int | None = None
+    """How many slots to plan (fewer where they do not fit); None chooses."""
     micro_batches: int = 1
     """Micro-batches of a step: each reads the parameters twice and adds to the gradients."""
     rates: DriveRates | None = None

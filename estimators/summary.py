@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import assert_never
 
 from estimators.layout import align_up
 from estimators.records import Section, SubGroup, section_bytes
@@ -196,14 +197,34 @@ class MemoryPlan:
         )
 
 
+def moves_per_step(section: Section, micro_batches: int, *, updated: bool) -> tuple[int, int]:
+    """Return how often a step reads and writes each byte of a section that rests on NVMe.
+
+    Each micro-batch reads parameters for its forward and its backward, and adds to the gradients
+    (the first one only writes); the update reads everything and writes parameters and state.
+
+    Args:
+        section: which section.
+        micro_batches: micro-batches of the step.
+        updated: False for frozen parameters, which are clean pages and never written back.
+    """
+    match section:
+        case Section.PARAMETER:
+            return 2 * micro_batches + updated, int(updated)
+        case Section.GRADIENT:
+            return micro_batches, micro_batches
+        case Section.STATE:
+            return 1, 1
+        case _:
+            assert_never(section)
+
+
 def step_traffic(
     plan: MemoryPlan, micro_batches: int, *, written_states: Container[int] | None = None
 ) -> StepTraffic:
     """Return the NVMe bytes that one optimizer step of `micro_batches` moves on this rank.
 
-    Each micro-batch reads parameters for its forward and its backward, and adds to the gradients
-    (the first one only writes); the update reads everything and writes parameters and state. State
-    that was never written is zero and is not read.
+    See `moves_per_step`. State that was never written is zero and is not read.
 
     Args:
         plan: the plan of this rank.
@@ -215,17 +236,13 @@ def step_traffic(
     for group in plan.sub_groups:
         if group.extent is None:
             continue
-        sizes = group.extent.bytes_of(frozenset(Section))
-        parameter = sizes.get(Section.PARAMETER, 0)
-        gradient = sizes.get(Section.GRADIENT, 0)
-        state = sizes.get(Section.STATE, 0)
-        read[Section.PARAMETER] += 2 * micro_batches * parameter
-        if group.tier(Section.STATE) is not None:  # else frozen: clean pages, never written back
-            read[Section.PARAMETER] += parameter
-            written[Section.PARAMETER] += parameter
-        read[Section.GRADIENT] += micro_batches * gradient
-        written[Section.GRADIENT] += micro_batches * gradient
-        if written_states is None or group.index in written_states:
-            read[Section.STATE] += state
-        written[Section.STATE] += state
+        updated = group.tier(Section.STATE) is not None
+        for section, size in group.extent.bytes_of(frozenset(Section)).items():
+            reads, writes = moves_per_step(section, micro_batches, updated=updated)
+            if section is Section.STATE and not (
+                written_states is None or group.index in written_states
+            ):
+                reads = 0
+            read[section] += reads * size
+            written[section] += writes * size
     return StepTraffic(read, written)

@@ -10,6 +10,7 @@ from offload.kernels import (
     native_unavailable_reason,
 )
 from offload.ledger import Activity, Ledger, LedgerSnapshot, Link
+from offload.measure import measure_rates
 from offload.pager import PageError, Pager, PagerFailedError, PagerState
 from offload.report import LedgerReport, StepRecord
 from offload.slots import Slot, SlotState, carve_slots
@@ -39,6 +40,7 @@ __all__ = [
     "copy_bytes",
     "disk_bytes",
     "load_kernels",
+    "measure_rates",
     "native_available",
     "native_unavailable_reason",
     "process_bytes",

@@ -14,6 +14,7 @@ from torch import nn
 from aio_ops import Engine, open_engine
 from estimators import (
     Budget,
+    DriveRates,
     ElementType,
     MemoryPlan,
     PlacementRequest,
@@ -21,7 +22,7 @@ from estimators import (
     Tier,
     plan_placement,
 )
-from offload import load_kernels, process_bytes
+from offload import load_kernels, measure_rates, process_bytes
 from zero import machine
 from zero.comm import Communicator
 from zero.config import ZeroConfig, load_config, preflight
@@ -73,6 +74,7 @@ class Plan:
             "host_budget_source": self.host_budget_source,
             "world_size": self.memory.request.world_size,
             "state_format": self.memory.request.state_format.value,
+            "drive": _describe_rates(self.memory.request.rates),
         }
 
     def to_json(self) -> str:
@@ -162,6 +164,8 @@ def make_blueprint(
             if settings.parameter_offload.max_host_numel is not None
             else None
         ),
+        micro_batches=settings.batch.accumulation_steps,
+        rates=_rates(settings, engine, local_world_size),
     )
     budget, source = _budget(request, settings, local_world_size)
     memory = plan_placement(request, budget)
@@ -186,6 +190,23 @@ def make_blueprint(
     return Blueprint(settings, plan, units, optimizer)
 
 
+def _rates(settings: Settings, engine: Engine, local_world_size: int) -> DriveRates | None:
+    """Return one rank's share of what the drive does, as given or measured by all ranks at once."""
+    nvme = settings.tiers.nvme[0] if settings.tiers.nvme else None
+    if nvme is None:
+        return None
+    if nvme.read_bytes_per_s is not None and nvme.write_bytes_per_s is not None:
+        return DriveRates(
+            nvme.read_bytes_per_s / local_world_size,
+            nvme.write_bytes_per_s / local_world_size,
+            "given",
+        )
+    pages = Tier.NVME in (settings.parameter_offload.tier, settings.optimizer_offload.tier)
+    if settings.tiers.measures_bandwidth and pages:
+        return measure_rates(engine, nvme.path)
+    return None
+
+
 def _budget(
     request: PlacementRequest, settings: Settings, local_world_size: int
 ) -> tuple[Budget, str]:
@@ -199,12 +220,12 @@ def _budget(
     )
     if tiers.host_memory_bytes is not None:
         host = tiers.host_memory_bytes // local_world_size
-        return Budget(host, *shares), "tiers.host_memory"
+        return Budget(host, *shares, ranks=local_world_size), "tiers.host_memory"
     available = int(machine.available_host_bytes() * machine.HOST_MEMORY_MARGIN)
     # On a CPU run the device is host memory too, so what the plan puts there comes off first.
     window = plan_placement(request, Budget(_unlimited_bytes(request))).device_bytes
     host = max(available // local_world_size - window, 0)
-    return Budget(host, *shares), (
+    return Budget(host, *shares, ranks=local_world_size), (
         f"auto: {machine.HOST_MEMORY_MARGIN:.0%} of the available host memory, less the device's"
     )
 
@@ -230,6 +251,10 @@ def describe_segments(segments: Sequence[SegmentSpec]) -> str:
         f" units: {len(by_unit)}, the largest ({largest}) has {share:.0%} of the model and is"
         " unsharded as a whole"
     )
+
+
+def _describe_rates(rates: DriveRates | None) -> str:
+    return rates.describe() if rates is not None else "reads and writes are weighed alike"
 
 
 def plan_table(plan: Plan) -> Table:
@@ -259,6 +284,7 @@ def plan_table(plan: Plan) -> Table:
         f" world size {request.world_size}",
         f"I/O engine: {plan.engine_name} ({plan.engine_reason}); kernels: {plan.kernels_name}",
         f"host budget: {plan.host_budget_source}",
+        f"drive: {_describe_rates(request.rates)}",
     ]
     table.caption = "\n".join(caption)
     table.caption_justify = "left"

@@ -13,8 +13,9 @@ import torch
 from rich.console import Console
 
 import zero
-from estimators import Tier
+from estimators import DriveRates, Section, Tier
 from tests.support.configs import make_config
+from tests.support.observe import digest, full_parameters
 from tests.support.tiny import make_batch, make_model
 from zero.memory import MemoryLine, memory_table
 
@@ -113,3 +114,60 @@ def test_the_ledger_reports_each_step_of_an_engine(scratch: Path) -> None:
     assert sum(step.read_bytes for step in report.steps) <= snapshot.nvme_read_bytes
     assert report.parameter_numel >= sum(p.numel() for p in engine.module.parameters())
     engine.destroy()
+
+
+@pytest.mark.nvme
+def test_the_drive_is_measured_or_given(scratch: Path) -> None:
+    config = paged(scratch, host_memory="60KB")
+    config["tiers"]["measure_bandwidth"] = True
+    engine, _, _, _ = zero.initialize(model=make_model(), config=config)
+    train(engine, 1)
+    (step,) = engine.ledger.report().to_dicts()
+    assert 0 < step["share_of_drive_limit"] < 1
+    assert "(measured)" in engine.plan.to_dict()["drive"]
+    engine.destroy()
+    config["tiers"]["nvme"] = [{"path": str(scratch), "read_bandwidth": "2GB"}]
+    rates = zero.plan_memory(make_model(), config, world_size=2).memory.request.rates
+    assert rates == DriveRates(1e9, 1e9, "given")
+    del config["tiers"]["nvme"], config["tiers"]["measure_bandwidth"]
+    assert zero.plan_memory(make_model(), config).memory.request.rates is None
+
+
+@pytest.mark.nvme
+def test_a_refused_budget_names_the_node_number_that_works(scratch: Path) -> None:
+    config = paged(scratch, host_memory="8KB")
+    with pytest.raises(zero.PlanError, match=r"set tiers.host_memory to at least \d+") as caught:
+        zero.plan_memory(make_model(), config, world_size=3)
+    needed = int(str(caught.value).split("at least ")[1])
+    assert needed % 3 == 0
+    config["tiers"]["host_memory"] = needed
+    assert zero.plan_memory(make_model(), config, world_size=3).memory.slots.count == 1
+    config["tiers"]["host_memory"] = needed - 1
+    with pytest.raises(zero.PlanError):
+        zero.plan_memory(make_model(), config, world_size=3)
+
+
+@pytest.mark.nvme
+def test_a_segment_that_is_partly_resident_has_the_same_bits(scratch: Path) -> None:
+    def outcome(config: dict[str, Any]) -> tuple[str, int]:
+        engine, _, _, _ = zero.initialize(model=make_model(extra=(5000,)), config=config)
+        tiers = {
+            (segment, section): {
+                group.tier(section) for group in engine.plan.memory.by_segment[segment]
+            }
+            for segment in range(len(engine.plan.memory.by_segment))
+            for section in Section
+        }
+        split = sum(len(found) > 1 for found in tiers.values())
+        train(engine, 3)
+        result = digest(full_parameters(engine))
+        engine.destroy()
+        return result, split
+
+    expected, _ = outcome(make_config(host_memory="1GB"))
+    splits = 0
+    for host in ("50KB", "80KB", "110KB", "150KB", "210KB"):
+        got, split = outcome(paged(scratch, host_memory=host, sub_group_size=1024))
+        assert got == expected
+        splits += split
+    assert splits >= 4

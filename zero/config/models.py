@@ -25,6 +25,12 @@ class NvmePath(Section):
         "most bytes to use there, shared by the ranks of the node; null is all that is free",
         default=None,
     )
+    read_bandwidth: Annotated[int | None, ByteSize(nullable=True)] = key(
+        "bytes a second that the drive reads; null is as fast as it writes", default=None
+    )
+    write_bandwidth: Annotated[int | None, ByteSize(nullable=True)] = key(
+        "bytes a second that the drive writes; null is as fast as it reads", default=None
+    )
     allow_any_file_system: _SWITCH = key(
         "use the directory even if it lies on a network or memory file system", default=False
     )
@@ -42,6 +48,11 @@ class Tiers(Section):
         auto=Auto.MACHINE,
     )
     nvme: tuple[NvmePath, ...] = key("directories for swap files", default=())
+    measure_bandwidth: _SWITCH = key(
+        "measure at start what the drive reads and writes a second (64 MiB, three times), for the"
+        " placement and the share of the drive's limit in reports",
+        default=False,
+    )
     state_format: Annotated[str, Choice(words=("exact", "fp32"), later=("bf16", "compact"))] = key(
         "how state beside a 16-bit parameter is stored", default="exact"
     )
