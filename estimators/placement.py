@@ -133,15 +133,19 @@ def plan_slots(request: PlacementRequest, host_bytes: int) -> SlotPlan:
     smallest = _smallest_slot_bytes(request)
     efficient = max(min(full, SLOT_EFFICIENT_BYTES), smallest)
     most = request.slot_count or SLOT_COUNTS[0]
-    counts = [most, *(count for count in SLOT_COUNTS if count < most)]
+    fewer = [count for count in SLOT_COUNTS if count < most]
     paged = max(_whole_bytes(request, (Tier.NVME,)) - host_bytes, 0)
-    few = min(counts[0] * SLOT_COMFORTABLE_BYTES, host_bytes // 8)
+    few = min(most * SLOT_COMFORTABLE_BYTES, host_bytes // 8)
     wanted = min(max(paged // PAGED_SHARE, few), host_bytes // 2)
-    for share in (wanted, host_bytes // 4, host_bytes // 2, host_bytes):
-        for count in counts:
-            size = min(full, _align_down(share // count, request.alignment_bytes))
-            if size >= efficient:
-                return SlotPlan(count, size)
+    shares = (wanted, host_bytes // 4, host_bytes // 2, host_bytes)
+    attempts = [(share, count, efficient) for share in shares for count in (most, *fewer)]
+    if request.slot_count is not None:  # what was asked for counts more than the size of a slot
+        asked = [(share, most, least) for least in (efficient, smallest) for share in shares]
+        attempts = [*asked, *attempts]
+    for share, count, least in attempts:
+        size = min(full, _align_down(share // count, request.alignment_bytes))
+        if size >= least:
+            return SlotPlan(count, size)
     return SlotPlan(1, min(full, _align_down(host_bytes, request.alignment_bytes)))
 
 

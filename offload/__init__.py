@@ -11,16 +11,18 @@ from offload.kernels import (
 )
 from offload.ledger import Activity, Ledger, LedgerSnapshot, Link
 from offload.measure import measure_rates
-from offload.pager import PageError, Pager, PagerFailedError, PagerState
+from offload.pager import Pager, PagerFailedError, PagerState
 from offload.report import LedgerReport, StepRecord
 from offload.slots import Slot, SlotState, carve_slots
 from offload.step import update
 from offload.store import Store, StoreParts
+from offload.transfers import CorruptionError, PageError, SlotTransfers
 from offload.write import write_parameters
 
 __all__ = [
     "Activity",
     "AdamWScalars",
+    "CorruptionError",
     "Kernels",
     "Ledger",
     "LedgerReport",
@@ -32,6 +34,7 @@ __all__ = [
     "PagerState",
     "Slot",
     "SlotState",
+    "SlotTransfers",
     "StepRecord",
     "Store",
     "StoreParts",

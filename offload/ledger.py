@@ -40,6 +40,7 @@ class Activity(enum.Enum):
     SLOT_WAIT = "slot wait"
     UPDATE = "update"
     COLLECTIVE = "collective"
+    CHECKSUM = "checksum"
 
 
 _WAITS = (Activity.READ_WAIT, Activity.WRITE_WAIT, Activity.SLOT_WAIT)

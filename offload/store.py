@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from estimators import (
     Extent,
     MemoryPlan,
     Section,
-    SegmentSpec,
     SubGroup,
 )
 from estimators.records import section_bytes
@@ -22,6 +21,7 @@ from offload.ledger import Ledger
 from offload.pager import Pager, PagerFailedError
 from offload.residents import Residents
 from offload.slots import Slot, carve_slots
+from offload.transfers import SlotTransfers
 
 _GRADIENT = frozenset({Section.GRADIENT})
 
@@ -35,6 +35,10 @@ class StoreParts:
     """Where the swap file is made; None if the plan has no swap file."""
     kernels: Kernels
     ledger: Ledger
+    burst: int = 0
+    """Page-outs that go together, the drive reading in between; up to 1 mixes both."""
+    verify: bool = False
+    """Whether what is paged in is checked against what was paged out."""
 
 
 class Store:
@@ -61,7 +65,10 @@ class Store:
         self.slots: Sequence[Slot] = ()
         if self.swap_file is not None:
             self.slots = carve_slots(self.slot_arena, plan.slots)
-            self.pager = Pager(self._engine, self.swap_file, self.slots, self.ledger)
+            transfers = SlotTransfers(
+                self._engine, self.swap_file, self.ledger, verify=parts.verify
+            )
+            self.pager = Pager(transfers, self.slots, self.ledger, burst=parts.burst)
         self.ledger.rates = plan.request.rates
         self.ledger.parameter_numel = sum(
             group.numel for group in plan.sub_groups if group.tier(Section.STATE) is not None
@@ -83,7 +90,10 @@ class Store:
 
     def read_ahead_parameters(self, segment: int) -> None:
         """Start reading the parameter shard of a segment into spare slots."""
-        self._read_ahead_section(Section.PARAMETER, self.plan.by_segment[segment])
+        groups = self.plan.by_segment[segment]
+        for extent, sections in _sections_on_nvme(groups, Section.PARAMETER):
+            if not self._require_pager().read_ahead(extent, sections):
+                return
 
     # Gradients
 
@@ -104,9 +114,13 @@ class Store:
             start, size = _byte_range(self.plan, group, Section.GRADIENT)
             part = shard.sub(start, size)
             if group.on_nvme(Section.GRADIENT):
+                following = groups[position + 1 :] if accumulate else ()
+                slot = self._lend_gradient(group, following, accumulate=accumulate)
+                stored = slot.section(Section.GRADIENT).sub(0, size)
                 if accumulate:
-                    self._read_ahead_section(Section.GRADIENT, groups[position:])
-                self._page_gradient(spec, group, part, accumulate=accumulate)
+                    _add(spec.gradient, stored, part)
+                copy_bytes(part, stored, size)
+                self._require_pager().page_out(slot, _GRADIENT)
                 continue
             resident = self.residents.part(Section.GRADIENT, group)
             if accumulate:
@@ -167,12 +181,6 @@ class Store:
             return slot.section(section)
         return self.residents.part(section, group)
 
-    def read_ahead(self, group: SubGroup, sections: frozenset[Section]) -> bool:
-        """Start a read if the sub-group has something to read; False once no slot is spare."""
-        if group.extent is None or not sections:
-            return True
-        return self._require_pager().read_ahead(group.extent, sections)
-
     def count_uses(self, group: SubGroup) -> None:
         """Count the bytes of a sub-group that its update used where they rest, in memory."""
         spec = self.plan.request.segments[group.segment]
@@ -193,32 +201,33 @@ class Store:
                 _count_use(self.ledger, section, group, size)
                 continue
             pager = self._require_pager()
-            self._read_ahead_section(section, groups[position:])
-            slot = pager.page_in(_extent(group), frozenset({section}))
+            following = _sections_on_nvme(groups[position + 1 :], section)
+            slot = pager.page_in(_extent(group), frozenset({section}), following)
             copy_bytes(slot.section(section), part, size)
             pager.release(slot)
-
-    def _read_ahead_section(self, section: Section, groups: Sequence[SubGroup]) -> None:
-        """Start reading a section of the given sub-groups, as far as slots are spare."""
-        for group in groups:
-            if group.on_nvme(section) and not self.read_ahead(group, frozenset({section})):
-                return
 
     def _require_pager(self) -> Pager:
         if self.pager is None:
             raise RuntimeError("nothing of this model rests on NVMe")
         return self.pager
 
-    def _page_gradient(
-        self, spec: SegmentSpec, group: SubGroup, part: Span, *, accumulate: bool
-    ) -> None:
-        pager = self._require_pager()
-        extent = _extent(group)
-        slot = pager.page_in(extent, _GRADIENT) if accumulate else pager.blank(extent)
-        if accumulate:
-            _add(spec.gradient, slot.section(Section.GRADIENT).sub(0, part.size_bytes), part)
-        copy_bytes(part, slot.section(Section.GRADIENT), part.size_bytes)
-        pager.page_out(slot, _GRADIENT)
+    def _lend_gradient(
+        self, group: SubGroup, following: Sequence[SubGroup], *, accumulate: bool
+    ) -> Slot:
+        """Return a slot for the gradient of a sub-group, with the one so far if it has any."""
+        if not accumulate:
+            return self._require_pager().blank(_extent(group))
+        ahead = _sections_on_nvme(following, Section.GRADIENT)
+        return self._require_pager().page_in(_extent(group), _GRADIENT, ahead)
+
+
+def _sections_on_nvme(
+    groups: Sequence[SubGroup], section: Section
+) -> Iterator[tuple[Extent, frozenset[Section]]]:
+    """Yield what to read, in order, of those sub-groups whose section rests on NVMe."""
+    for group in groups:
+        if group.extent is not None and group.on_nvme(section):
+            yield group.extent, frozenset({section})
 
 
 def _byte_range(plan: MemoryPlan, group: SubGroup, section: Section) -> tuple[int, int]:

@@ -164,6 +164,7 @@ def make_blueprint(
             if settings.parameter_offload.max_host_numel is not None
             else None
         ),
+        slot_count=settings.tiers.slot_count,
         micro_batches=settings.batch.accumulation_steps,
         rates=_rates(settings, engine, local_world_size),
     )

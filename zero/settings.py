@@ -41,6 +41,9 @@ class TierSettings:
     nvme: tuple[NvmeSettings, ...] = ()
     state_format: StateFormat = StateFormat.EXACT
     measures_bandwidth: bool = False
+    slot_count: int | None = None
+    write_burst: int = 0
+    verify: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,26 @@ def test_the_ledger_reports_each_step_of_an_engine(scratch: Path) -> None:
 
 
 @pytest.mark.nvme
+@pytest.mark.parametrize("tiers", [{"slot_count": 9}, {"slot_count": 6, "write_burst": 3}])
+def test_slots_and_bursts_are_settings_that_change_no_bits(
+    scratch: Path, tiers: dict[str, int]
+) -> None:
+    expected = trained(make_config(host_memory="1GB"))
+    config = paged(scratch, host_memory="120KB", sub_group_size=128)
+    config["tiers"].update(tiers)
+    assert zero.plan_memory(make_model(), config).memory.slots.count == tiers["slot_count"]
+    assert trained(config) == expected
+
+
+def trained(config: dict[str, Any]) -> str:
+    engine, _, _, _ = zero.initialize(model=make_model(), config=config)
+    train(engine, 3)
+    result = digest(full_parameters(engine))
+    engine.destroy()
+    return result
+
+
+@pytest.mark.nvme
 def test_the_drive_is_measured_or_given(scratch: Path) -> None:
     config = paged(scratch, host_memory="60KB")
     config["tiers"]["measure_bandwidth"] = True

@@ -170,6 +170,9 @@ class ZeroConfig(Document):
             nvme=self.nvme_paths(),
             state_format=StateFormat(tiers.state_format),
             measures_bandwidth=tiers.measure_bandwidth,
+            slot_count=tiers.slot_count,
+            write_burst=tiers.write_burst,
+            verify=tiers.verify,
         )
 
     def _scheduler_factory(self) -> NamedFactory | None:

@@ -48,6 +48,16 @@ class Tiers(Section):
         auto=Auto.MACHINE,
     )
     nvme: tuple[NvmePath, ...] = key("directories for swap files", default=())
+    slot_count: Annotated[int | None, Integer(nullable=True, minimum=1, maximum=256)] = key(
+        "staging buffers of a rank: one is in use, the others are read ahead or written behind;"
+        " fewer where the budget is small; null chooses",
+        default=None,
+    )
+    write_burst: Annotated[int, Integer(maximum=256)] = key(
+        "sub-groups that are written together, the drive reading in between; up to 1 mixes reads"
+        " and writes",
+        default=0,
+    )
     measure_bandwidth: _SWITCH = key(
         "measure at start what the drive reads and writes a second (64 MiB, three times), for the"
         " placement and the share of the drive's limit in reports",
@@ -65,8 +75,9 @@ class Tiers(Section):
         why=_LATER,
         instead="write false",
     )
-    verify: Annotated[bool, Switch()] = refused(
-        "check a checksum at every page-in", default=False, why=_LATER, instead="write false"
+    verify: _SWITCH = key(
+        "check at every page-in that NVMe gives back the bytes that were written (xxhash)",
+        default=False,
     )
 
 
