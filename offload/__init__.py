@@ -2,6 +2,7 @@
 
 from offload.arrays import array_at, copy_bytes, tensor_at, tensor_span
 from offload.footprint import disk_bytes, process_bytes, resident_set_bytes
+from offload.heap import HeapTrimmer
 from offload.kernels import (
     AdamWScalars,
     Kernels,
@@ -23,6 +24,7 @@ __all__ = [
     "Activity",
     "AdamWScalars",
     "CorruptionError",
+    "HeapTrimmer",
     "Kernels",
     "Ledger",
     "LedgerReport",

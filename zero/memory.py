@@ -37,13 +37,7 @@ class MemoryLine:
 
 def live_parameter_bytes(units: Iterable[Unit]) -> int:
     """Return the bytes of the flat buffers that a forward or a backward holds at this moment."""
-    return sum(
-        segment.flat.untyped_storage().nbytes()
-        for unit in units
-        if unit.forward_depth or unit.backward_tokens
-        for segment in unit.segments
-        if not segment.is_in_place
-    )
+    return sum(unit.live_bytes for unit in units if unit.forward_depth or unit.backward_tokens)
 
 
 def memory_lines(plan: MemoryPlan, store: Store) -> list[MemoryLine]:
