@@ -67,6 +67,8 @@ class PlacementRequest:
     """False without an optimizer: no gradients and no state."""
     max_host_parameter_numel: int | None = None
     """Most elements of parameters, of one rank, that may rest on the host rather than on NVMe."""
+    start_bytes: int = 0
+    """Most bytes that the values of parameters take while they are moved to their shards."""
     slot_count: int | None = None
     """How many slots to plan (fewer where they do not fit); None chooses."""
     micro_batches: int = 1

@@ -13,6 +13,8 @@ from estimators.segments import PlacementRequest, Tier
 
 LIVE_PARAMETERS = "parameters unsharded (peak)"
 GRADIENT_SCRATCH = "gradients unsharded (peak)"
+COLLECTIVE_SCRATCH = "collectives (peak)"
+START_EXCESS = "setting parameters at the start (peak beyond a step's)"
 
 RESIDENT_ALIGNMENT_BYTES = 4096
 """Everything resident starts at a page of its arena."""
@@ -153,6 +155,38 @@ class MemoryPlan:
         )
 
     @property
+    def collective_scratch_bytes(self) -> int:
+        """Peak bytes that a collective of several ranks takes beside what it moves.
+
+        gloo copies what it gathers or scatters into one buffer of its own.
+        """
+        if self.request.world_size == 1:
+            return 0
+        return max(
+            (
+                segment.layout(self.request.world_size).padded_numel
+                * max(
+                    segment.element.size_bytes,
+                    segment.gradient.size_bytes if segment.trainable and self.request.trains else 0,
+                )
+                for segment in self.request.segments
+            ),
+            default=0,
+        )
+
+    @property
+    def start_excess_bytes(self) -> int:
+        """Bytes that setting the parameters at the start takes beyond what a step does."""
+        return max(self.request.start_bytes - self._step_bytes, 0)
+
+    @property
+    def _step_bytes(self) -> int:
+        """Peak bytes of what comes and goes in a step."""
+        return (
+            self.live_parameter_bytes + self.gradient_scratch_bytes + self.collective_scratch_bytes
+        )
+
+    @property
     def host_bytes(self) -> int:
         """Bytes that the host arena takes: slots and everything resident there."""
         return self.slots.total_bytes + sum(
@@ -161,9 +195,9 @@ class MemoryPlan:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device: what rests there, unsharded parameters, gradients on their way."""
+        """Bytes on the device: what rests there, and what comes and goes in a step or at first."""
         resident = sum(self.resident_section_bytes(Tier.DEVICE, section) for section in Section)
-        return resident + self.live_parameter_bytes + self.gradient_scratch_bytes
+        return resident + self._step_bytes + self.start_excess_bytes
 
     def rows(self) -> list[PlanRow]:
         """Return the plan line by line, empty lines left out."""
@@ -178,6 +212,8 @@ class MemoryPlan:
         ]
         rows.append(PlanRow(Tier.DEVICE, LIVE_PARAMETERS, self.live_parameter_bytes))
         rows.append(PlanRow(Tier.DEVICE, GRADIENT_SCRATCH, self.gradient_scratch_bytes))
+        rows.append(PlanRow(Tier.DEVICE, COLLECTIVE_SCRATCH, self.collective_scratch_bytes))
+        rows.append(PlanRow(Tier.DEVICE, START_EXCESS, self.start_excess_bytes))
         rows.append(PlanRow(Tier.HOST, f"slots ({self.slots.count})", self.slots.total_bytes))
         rows.extend(
             PlanRow(Tier.NVME, f"{section.name.lower()}s", self.nvme_section_bytes(section))

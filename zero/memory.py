@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from estimators import MemoryPlan, Section, Tier
-from estimators.summary import GRADIENT_SCRATCH, LIVE_PARAMETERS
+from estimators.summary import COLLECTIVE_SCRATCH, GRADIENT_SCRATCH, LIVE_PARAMETERS, START_EXCESS
 from offload import Store, disk_bytes, process_bytes, resident_set_bytes
 from zero.unit import Unit
 
@@ -26,7 +26,7 @@ class MemoryLine:
     what: str
     planned_bytes: int
     actual_bytes: int | None
-    """None where nothing can be measured yet, or on a simulated disk."""
+    """None where nothing can be measured: not yet, on a simulated disk, inside a library."""
 
     @property
     def exceeds(self) -> bool:
@@ -66,6 +66,8 @@ def memory_lines(plan: MemoryPlan, store: Store) -> list[MemoryLine]:
             plan.gradient_scratch_bytes,
             peaks.get(GRADIENT_SCRATCH),
         ),
+        MemoryLine(Tier.DEVICE, COLLECTIVE_SCRATCH, plan.collective_scratch_bytes, None),
+        MemoryLine(Tier.DEVICE, START_EXCESS, plan.start_excess_bytes, None),
         MemoryLine(
             Tier.HOST,
             "slots",

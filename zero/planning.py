@@ -13,7 +13,6 @@ from torch import nn
 
 from aio_ops import Engine, open_engine
 from estimators import (
-    Budget,
     DriveRates,
     ElementType,
     MemoryPlan,
@@ -22,8 +21,8 @@ from estimators import (
     Tier,
     plan_placement,
 )
-from offload import load_kernels, measure_rates, process_bytes
-from zero import machine
+from offload import load_kernels, process_bytes
+from zero.budgets import drive_rates, node_budget, start_bytes, warn_if_beyond_machine
 from zero.comm import Communicator
 from zero.config import ZeroConfig, load_config, preflight
 from zero.config.autos import hidden_size_of
@@ -164,12 +163,14 @@ def make_blueprint(
             if settings.parameter_offload.max_host_numel is not None
             else None
         ),
+        start_bytes=start_bytes(units, world_size),
         slot_count=settings.tiers.slot_count,
         micro_batches=settings.batch.accumulation_steps,
-        rates=_rates(settings, engine, local_world_size),
+        rates=drive_rates(settings, engine, local_world_size),
     )
-    budget, source = _budget(request, settings, local_world_size)
+    budget, source = node_budget(request, settings, local_world_size)
     memory = plan_placement(request, budget)
+    warn_if_beyond_machine(memory, local_world_size)
     path = settings.tiers.nvme[0].path if settings.tiers.nvme else None
     if Tier.NVME in (request.parameter_tier, request.optimizer_tier):
         if path is None:
@@ -189,52 +190,6 @@ def make_blueprint(
         rss_at_start_bytes=process_bytes("VmRSS")["VmRSS"],
     )
     return Blueprint(settings, plan, units, optimizer)
-
-
-def _rates(settings: Settings, engine: Engine, local_world_size: int) -> DriveRates | None:
-    """Return one rank's share of what the drive does, as given or measured by all ranks at once."""
-    nvme = settings.tiers.nvme[0] if settings.tiers.nvme else None
-    if nvme is None:
-        return None
-    if nvme.read_bytes_per_s is not None and nvme.write_bytes_per_s is not None:
-        return DriveRates(
-            nvme.read_bytes_per_s / local_world_size,
-            nvme.write_bytes_per_s / local_world_size,
-            "given",
-        )
-    pages = Tier.NVME in (settings.parameter_offload.tier, settings.optimizer_offload.tier)
-    if settings.tiers.measures_bandwidth and pages:
-        return measure_rates(engine, nvme.path)
-    return None
-
-
-def _budget(
-    request: PlacementRequest, settings: Settings, local_world_size: int
-) -> tuple[Budget, str]:
-    """Return one rank's share of the node's budgets, and where the host budget comes from."""
-    tiers = settings.tiers
-    nvme = tiers.nvme[0].capacity_bytes if tiers.nvme else None
-    device = tiers.device_memory_bytes
-    shares = (
-        device // local_world_size if device is not None else None,
-        nvme // local_world_size if nvme is not None else None,
-    )
-    if tiers.host_memory_bytes is not None:
-        host = tiers.host_memory_bytes // local_world_size
-        return Budget(host, *shares, ranks=local_world_size), "tiers.host_memory"
-    available = int(machine.available_host_bytes() * machine.HOST_MEMORY_MARGIN)
-    # On a CPU run the device is host memory too, so what the plan puts there comes off first.
-    window = plan_placement(request, Budget(_unlimited_bytes(request))).device_bytes
-    host = max(available // local_world_size - window, 0)
-    return Budget(host, *shares, ranks=local_world_size), (
-        f"auto: {machine.HOST_MEMORY_MARGIN:.0%} of the available host memory, less the device's"
-    )
-
-
-def _unlimited_bytes(request: PlacementRequest) -> int:
-    """Return a host budget that holds everything, with room for padding."""
-    total = sum(16 * sum(segment.numels) + (1 << 20) for segment in request.segments)
-    return 4 * total
 
 
 def describe_segments(segments: Sequence[SegmentSpec]) -> str:

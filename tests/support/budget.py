@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import resource
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,41 +120,44 @@ def train(job: Job) -> dict[str, Any]:
         engine.step()
         norms.append(engine.get_global_grad_norm())
     io_after = process_io_bytes()
-    report = engine.ledger.report()
-    peak = process_bytes("VmHWM", "VmLck", "VmPin")
-    memory = engine.memory_report()
-    store = engine._runtime.store
     outcome = {
+        **measure(engine, job),
         "baseline": baseline,
-        "peak": peak["VmHWM"],
         "peak_after_start": after_start,
+        "norms": norms,
+        "kernel_read": io_after[0] - io_before[0],
+        "kernel_written": io_after[1] - io_before[1],
+    }
+    engine.destroy()
+    return outcome
+
+
+def measure(engine: zero.ZeroEngine, job: Job) -> dict[str, Any]:
+    """Return what was planned and what is there."""
+    plan = engine.plan.memory
+    peak = process_bytes("VmHWM", "VmLck", "VmPin")
+    traffic = step_traffic(plan, job.accumulation)
+    kept = (Section.PARAMETER, Section.STATE)
+    return {
+        "peak": peak["VmHWM"],
         "locked": peak["VmLck"] + peak["VmPin"],
         "host_planned": plan.host_bytes,
         "host_budget": plan.host_budget_bytes,
         "device_planned": plan.device_bytes,
         "swap_planned": plan.swap_file_bytes,
-        "swap_blocks": disk_bytes(store.swap_file),
-        "lines": memory["lines"],
-        "norms": norms,
+        "swap_blocks": disk_bytes(engine._runtime.store.swap_file),
+        "lines": engine.memory_report()["lines"],
         "parameters_and_state": sum(
             plan.resident_section_bytes(tier, section)
             for tier in (Tier.DEVICE, Tier.HOST)
-            for section in (Section.PARAMETER, Section.STATE)
+            for section in kept
         )
-        + sum(plan.nvme_section_bytes(each) for each in (Section.PARAMETER, Section.STATE)),
-        "kernel_read": io_after[0] - io_before[0],
-        "kernel_written": io_after[1] - io_before[1],
-        "steps": report.to_dicts(),
-        "planned_read": step_traffic(plan, job.accumulation).total_read_bytes,
-        "planned_written": step_traffic(plan, job.accumulation).total_written_bytes,
-        "threads": threading.active_count(),
+        + sum(plan.nvme_section_bytes(section) for section in kept),
+        "steps": engine.ledger.report().to_dicts(),
+        "planned_read": traffic.total_read_bytes,
+        "planned_written": traffic.total_written_bytes,
         "smaps": smaps_bytes(),
-        "in_memory": [
-            line["actual_bytes"] for line in memory["lines"] if line["tier"] == Tier.HOST.value
-        ],
     }
-    engine.destroy()
-    return outcome
 
 
 def smaps_bytes() -> dict[str, int]:

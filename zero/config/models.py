@@ -21,9 +21,11 @@ class NvmePath(Section):
     """One directory for swap files."""
 
     path: Annotated[Path, FolderPath()] = key("directory on the drive", default=...)
-    capacity: Annotated[int | None, ByteSize(nullable=True)] = key(
-        "most bytes to use there, shared by the ranks of the node; null is all that is free",
+    capacity: Annotated[int | None, ByteSize(nullable=True, auto=True)] = key(
+        'most bytes to use there, shared by the ranks of the node; null or "auto" is all that is'
+        " free",
         default=None,
+        auto=Auto.MACHINE,
     )
     read_bandwidth: Annotated[int | None, ByteSize(nullable=True)] = key(
         "bytes a second that the drive reads; null is as fast as it writes", default=None
