@@ -16,7 +16,7 @@ from offload.trace import Trace
 EVENT_LIMIT = 4096
 """Events kept for tests of order; older ones are dropped."""
 
-STEP_LIMIT = 1000
+STEP_LIMIT = 200
 """Steps kept one by one for the report; older ones only count in the totals."""
 
 
@@ -219,7 +219,7 @@ class Ledger:
         )
 
     def report(self) -> LedgerReport:
-        """Return the steps that have ended (the last 1,000) as data, JSON lines and a table."""
+        """Return the steps that have ended (the last 200) as data, JSON lines and a table."""
         return LedgerReport(tuple(self._steps), self.rates, self.parameter_numel)
 
     def start_trace(self, limit: int = 1_000_000) -> None:
