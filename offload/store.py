@@ -88,12 +88,13 @@ class Store:
         """
         self._read_section(Section.PARAMETER, segment, target)
 
-    def read_ahead_parameters(self, segment: int) -> None:
-        """Start reading the parameter shard of a segment into spare slots."""
+    def read_ahead_parameters(self, segment: int) -> bool:
+        """Start reading the parameter shard of a segment; False once no slot is spare for it."""
         groups = self.plan.by_segment[segment]
         for extent, sections in _sections_on_nvme(groups, Section.PARAMETER):
             if not self._require_pager().read_ahead(extent, sections):
-                return
+                return False
+        return True
 
     # Gradients
 

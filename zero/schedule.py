@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from estimators import Section, Tier
 from estimators.summary import LIVE_PARAMETERS
 from offload import HeapTrimmer, Store
 from zero.gradients import GradientReducer
@@ -204,19 +203,17 @@ class UnitScheduler:
     def _acquire(self, unit: Unit, phase: Phase) -> None:
         self._unshard(unit)
         self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(self.units))
-        predicted = self._order.visit(phase, unit.index)
-        if predicted is not None:
-            self._read_ahead(self.units[predicted])
+        for predicted in self._order.visit(phase, unit.index):
+            if not self._read_ahead(self.units[predicted]):
+                break
 
     def _unshard(self, unit: Unit) -> None:
         unit.unshard(self._store)
         self._guard.watch(unit)
 
-    def _read_ahead(self, unit: Unit) -> None:
-        for segment in unit.segments:
-            tier = self._store.plan.segment_tier(segment.index, Section.PARAMETER)
-            if tier is Tier.NVME:
-                self._store.read_ahead_parameters(segment.index)
+    def _read_ahead(self, unit: Unit) -> bool:
+        """Start reading what a unit will need; tell whether slots may be left for the next one."""
+        return all(self._store.read_ahead_parameters(segment.index) for segment in unit.segments)
 
     def _release(self, unit: Unit) -> None:
         if not unit.is_held:

@@ -42,7 +42,8 @@ def test_a_chosen_cell_on_one_rank(cell: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-@settings(max_examples=300, **PATIENT)
+@pytest.mark.timeout(1200)
+@settings(max_examples=150, **PATIENT)
 @given(chosen_cells())
 def test_many_chosen_cells_on_one_rank(cell: dict[str, Any]) -> None:
     assert run_chosen(cell, directory())["problems"] == []
