@@ -18,13 +18,16 @@ from estimators.layout import (
     shard_pieces,
     split_evenly_bounded,
 )
-from estimators.placement import Budget, PlanError, plan_placement
+from estimators.placement import Budget, PlanError, minimum_host_bytes, plan_placement
+from estimators.rates import ASSUMED_RATES, DriveRates
 from estimators.records import Extent, Section, SubGroup
 from estimators.segments import PlacementRequest, SegmentSpec, Tier
 from estimators.summary import MemoryPlan, PlanRow, SlotPlan, StepTraffic, step_traffic
 
 __all__ = [
+    "ASSUMED_RATES",
     "Budget",
+    "DriveRates",
     "ElementType",
     "Extent",
     "FlatLayout",
@@ -49,6 +52,7 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "flat_layout",
+    "minimum_host_bytes",
     "plan_placement",
     "record_layout",
     "shard_bounds",

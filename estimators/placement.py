@@ -1,10 +1,12 @@
-"""Decide once, from sizes and budgets, what rests on which tier.
+"""Decide once, from sizes, budgets and rates, what rests on which tier.
 
 [Note: placement] The scan over sub-groups is cyclic, so residency is pinned, not recently-used:
-whatever is resident saves its traffic at every step. Each byte of a parameter moves four times a
-step on NVMe (read for forward, backward and update, written once), each byte of a gradient or of
-optimizer state twice, so parameters are pinned first, then gradients, then state, until the host
-budget is used. Slots are sized before anything is pinned, because without them nothing moves.
+whatever is resident saves its traffic at every step. What saves most drive time per byte is pinned
+first, reads and writes both: a byte of a parameter is read for the forward and the backward of each
+micro-batch and for the update, and written once; a byte of a gradient is read and written once a
+micro-batch; a byte of state once a step. The last section that does not fit as a whole is cut in
+two, so the budget is used to the page and NVMe traffic falls linearly with it. Slots are sized
+before anything is pinned, because without them nothing moves; they stay a small part of what pages.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from estimators.layout import SHARD_ALIGNMENT_NUMEL, align_up, split_evenly_bounded
+from estimators.rates import ASSUMED_RATES
 from estimators.records import (
     Extent,
     Section,
@@ -22,10 +25,19 @@ from estimators.records import (
     staged_bytes,
 )
 from estimators.segments import PlacementRequest, SegmentSpec, Tier
-from estimators.summary import MemoryPlan, SlotPlan, resident_bytes
+from estimators.summary import (
+    RESIDENT_ALIGNMENT_BYTES,
+    MemoryPlan,
+    SlotPlan,
+    moves_per_step,
+    resident_bytes,
+)
 
 SLOT_TARGET_BYTES = 64 << 20
 """Slots do not grow beyond this: larger transfers are no faster and pin memory."""
+
+SLOT_COMFORTABLE_BYTES = 4 << 20
+"""Slots reach this, where the budget allows, before anything is pinned."""
 
 SLOT_EFFICIENT_BYTES = 1 << 20
 """Below this a disk loses rate, so slots become fewer before they become smaller."""
@@ -33,9 +45,20 @@ SLOT_EFFICIENT_BYTES = 1 << 20
 SLOT_COUNTS = (6, 5, 4, 3, 2)
 """One being updated, the others read ahead or written behind."""
 
+PAGED_SHARE = 16
+"""Slots take up to this part of what pages: more would push out what they carry."""
+
+_PINNING_ORDER = (Section.PARAMETER, Section.GRADIENT, Section.STATE)
+"""Which section is pinned first where two save the same."""
+
 
 class PlanError(ValueError):
     """The model, the configuration and the budgets do not fit together."""
+
+    def __init__(self, message: str, *, needed_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        """The smallest budget of one rank, on the tier that the message names, that does fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +68,8 @@ class Budget:
     host_bytes: int
     device_bytes: int | None = None
     nvme_bytes: int | None = None
+    ranks: int = 1
+    """Ranks that share what the configuration gives a node; refusals name the node's number."""
 
 
 def largest_fitting_numel(
@@ -73,33 +98,155 @@ def _full_slot_bytes(request: PlacementRequest) -> int:
 def _smallest_slot_bytes(request: PlacementRequest) -> int:
     """Return the bytes of a slot that holds the smallest sub-group of any segment."""
     return max(
-        (staged_bytes(request, segment, SHARD_ALIGNMENT_NUMEL) for segment in request.segments),
+        (
+            staged_bytes(request, segment, SHARD_ALIGNMENT_NUMEL)
+            for segment in request.segments
+            if segment.layout(request.world_size).shard_numel
+        ),
         default=0,
     )
+
+
+def in_play_bytes(request: PlacementRequest) -> int:
+    """Return the host bytes that hold everything which may leave the device."""
+    return _whole_bytes(request, (Tier.HOST, Tier.NVME))
+
+
+def minimum_host_bytes(request: PlacementRequest) -> int:
+    """Return the smallest host budget of one rank that `plan_placement` takes."""
+    must_stay = _whole_bytes(request, (Tier.HOST,))
+    if Tier.NVME not in lowest_tiers(request).values():
+        return must_stay
+    paging = must_stay + _smallest_slot_bytes(request)
+    return paging if _is_capped(request) else min(paging, in_play_bytes(request))
 
 
 def plan_slots(request: PlacementRequest, host_bytes: int) -> SlotPlan:
     """Choose how many slots of which size stage the traffic within `host_bytes`.
 
-    Raises:
-        PlanError: if not even one slot of the smallest sub-group fits.
+    Args:
+        request: what is placed.
+        host_bytes: what is left for slots and everything that may also rest on NVMe; holds at
+            least the smallest slot.
     """
     full = _full_slot_bytes(request)
     smallest = _smallest_slot_bytes(request)
     efficient = max(min(full, SLOT_EFFICIENT_BYTES), smallest)
-    for share in (host_bytes // 2, host_bytes):
-        for count in SLOT_COUNTS:
-            size = min(full, share // count // request.alignment_bytes * request.alignment_bytes)
-            if size >= efficient:
-                return SlotPlan(count, size)
-    size = min(full, host_bytes // request.alignment_bytes * request.alignment_bytes)
-    if size < smallest:
+    most = request.slot_count or SLOT_COUNTS[0]
+    fewer = [count for count in SLOT_COUNTS if count < most]
+    paged = max(_whole_bytes(request, (Tier.NVME,)) - host_bytes, 0)
+    few = min(most * SLOT_COMFORTABLE_BYTES, host_bytes // 8)
+    wanted = min(max(paged // PAGED_SHARE, few), host_bytes // 2)
+    shares = (wanted, host_bytes // 4, host_bytes // 2, host_bytes)
+    attempts = [(share, count, efficient) for share in shares for count in (most, *fewer)]
+    if request.slot_count is not None:  # what was asked for counts more than the size of a slot
+        asked = [(share, most, least) for least in (efficient, smallest) for share in shares]
+        attempts = [*asked, *attempts]
+    for share, count, least in attempts:
+        size = min(full, _align_down(share // count, request.alignment_bytes))
+        if size >= least:
+            return SlotPlan(count, size)
+    return SlotPlan(1, min(full, _align_down(host_bytes, request.alignment_bytes)))
+
+
+def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
+    """Decide what rests where for one rank.
+
+    Raises:
+        PlanError: if the budgets cannot hold what must rest on their tier; it names the smallest
+            budget that can.
+    """
+    _check_request(request)
+    _check_host(request, budget)
+    parts = [
+        [_Part(index, start, stop) for start, stop in bounds]
+        for index, bounds in enumerate(_cut(request, None))
+    ]
+    slots = SlotPlan(0, 0)
+    if _pages(request, budget):
+        must_stay = _whole_bytes(request, (Tier.HOST,))
+        slots = plan_slots(request, budget.host_bytes - must_stay)
+        parts = [
+            [_Part(index, start, stop) for start, stop in bounds]
+            for index, bounds in enumerate(_cut(request, slots))
+        ]
+    _Pinning(request, budget.host_bytes - slots.total_bytes).run(parts)
+    sub_groups, swap_bytes = _build_sub_groups(request, parts)
+    plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes)
+    _check_other_tiers(plan, budget)
+    return plan
+
+
+def _check_request(request: PlacementRequest) -> None:
+    if request.sub_group_numel < SHARD_ALIGNMENT_NUMEL:
         raise PlanError(
-            f"host_memory gives this rank {host_bytes} bytes, but the smallest staging slot of this"
-            f" model needs {smallest}; set tiers.host_memory to at least {smallest} bytes a rank,"
-            " better several times that"
+            f"sub_group_size must be at least {SHARD_ALIGNMENT_NUMEL} elements,"
+            f" got {request.sub_group_numel}"
         )
-    return SlotPlan(1, size)
+
+
+def _check_host(request: PlacementRequest, budget: Budget) -> None:
+    needed = minimum_host_bytes(request)
+    if budget.host_bytes >= needed:
+        return
+    must_stay = _whole_bytes(request, (Tier.HOST,))
+    what = f"{must_stay} bytes of state offloaded to cpu" if must_stay else ""
+    if needed > must_stay:
+        slot = f"{needed - must_stay} bytes for the smallest staging slot of this model"
+        what = f"{what} and {slot}" if what else slot
+    advice = f"set tiers.host_memory to at least {needed * budget.ranks}"
+    if must_stay:
+        advice += ", or set device to nvme"
+    raise PlanError(
+        f"host_memory gives this rank {budget.host_bytes} bytes, but it needs {needed}: {what};"
+        f" {advice}",
+        needed_bytes=needed,
+    )
+
+
+def _check_other_tiers(plan: MemoryPlan, budget: Budget) -> None:
+    if budget.nvme_bytes is not None and plan.swap_file_bytes > budget.nvme_bytes:
+        raise PlanError(
+            f"the plan needs {plan.swap_file_bytes} bytes of NVMe a rank, its capacity is"
+            f" {budget.nvme_bytes}; set the capacity in tiers.nvme to at least"
+            f" {plan.swap_file_bytes * budget.ranks}, or raise tiers.host_memory",
+            needed_bytes=plan.swap_file_bytes,
+        )
+    if budget.device_bytes is not None and plan.device_bytes > budget.device_bytes:
+        raise PlanError(
+            f"the plan needs {plan.device_bytes} bytes of device memory a rank, device_memory"
+            f" gives {budget.device_bytes}; set tiers.device_memory to at least"
+            f" {plan.device_bytes * budget.ranks}, or offload more",
+            needed_bytes=plan.device_bytes,
+        )
+
+
+def _pages(request: PlacementRequest, budget: Budget) -> bool:
+    """Tell whether anything must rest on NVMe."""
+    if Tier.NVME not in lowest_tiers(request).values():
+        return False
+    return _is_capped(request) or in_play_bytes(request) > budget.host_bytes
+
+
+def _is_capped(request: PlacementRequest) -> bool:
+    """Tell whether the cap on resident parameters keeps some of them on NVMe."""
+    cap = request.max_host_parameter_numel
+    if cap is None or request.parameter_tier is not Tier.NVME:
+        return False
+    return cap < sum(each.layout(request.world_size).shard_numel for each in request.segments)
+
+
+def _whole_bytes(request: PlacementRequest, tiers: tuple[Tier, ...]) -> int:
+    """Return the resident bytes of all sections whose lowest tier is one of `tiers`."""
+    lowest = lowest_tiers(request)
+    return sum(
+        resident_bytes(size)
+        for segment in request.segments
+        for section, size in section_bytes(
+            request, segment, segment.layout(request.world_size).shard_numel
+        ).items()
+        if lowest[section] in tiers
+    )
 
 
 def _cut(request: PlacementRequest, slots: SlotPlan | None) -> list[list[tuple[int, int]]]:
@@ -114,93 +261,108 @@ def _cut(request: PlacementRequest, slots: SlotPlan | None) -> list[list[tuple[i
     return cuts
 
 
-def _candidates(
-    request: PlacementRequest, cuts: list[list[tuple[int, int]]]
-) -> Iterator[tuple[Section, int, int | None, int]]:
-    """Yield `(section, segment, sub-group or None for the whole segment, bytes)` by value."""
-    for section in (Section.PARAMETER, Section.GRADIENT):
-        for index, segment in enumerate(request.segments):
-            numel = segment.layout(request.world_size).shard_numel
-            size = section_bytes(request, segment, numel).get(section, 0)
-            if size:
-                yield section, index, None, size
-    for index, segment in enumerate(request.segments):
-        for position, (start, stop) in enumerate(cuts[index]):
-            size = section_bytes(request, segment, stop - start).get(Section.STATE, 0)
-            if size:
-                yield Section.STATE, index, position, size
+def _align_down(size_bytes: int, alignment_bytes: int) -> int:
+    return size_bytes // alignment_bytes * alignment_bytes
 
 
-def _choose_tiers(
-    request: PlacementRequest, cuts: list[list[tuple[int, int]]], host_bytes: int
-) -> dict[tuple[Section, int, int], Tier]:
-    """Return the tier of every section of every sub-group within `host_bytes`."""
-    lowest = lowest_tiers(request)
-    tiers: dict[tuple[Section, int, int], Tier] = {}
-    left = host_bytes
-    ordered = sorted(
-        _candidates(request, cuts), key=lambda item: lowest[item[0]] is not Tier.HOST
-    )  # what must rest on the host takes its share first
-    for section, segment, position, size in ordered:
-        tier = lowest[section]
-        stored = resident_bytes(size)
-        if tier is not Tier.DEVICE:
-            if stored <= left and _may_be_resident(request, section, segment, tiers):
-                tier = Tier.HOST
-                left -= stored
-            elif tier is Tier.HOST:
-                needed = sum(
-                    resident_bytes(item[3]) for item in ordered if lowest[item[0]] is Tier.HOST
-                )
-                raise PlanError(
-                    f"offload to cpu needs {needed} bytes of host memory a rank, host_memory"
-                    f" leaves {host_bytes}; raise tiers.host_memory or set device to nvme"
-                )
-        positions = range(len(cuts[segment])) if position is None else (position,)
-        for each in positions:
-            tiers[section, segment, each] = tier
-    return tiers
+class _Part:
+    """A sub-group in the making."""
+
+    def __init__(self, segment: int, start: int, stop: int) -> None:
+        self.segment = segment
+        self.start = start
+        self.stop = stop
+        self.tiers: dict[Section, Tier] = {}
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def split(self, numel: int) -> _Part:
+        """Keep the first `numel` elements and return the rest, with the same tiers so far."""
+        rest = _Part(self.segment, self.start + numel, self.stop)
+        rest.tiers = dict(self.tiers)
+        self.stop = self.start + numel
+        return rest
 
 
-def _may_be_resident(
-    request: PlacementRequest,
-    section: Section,
-    segment: int,
-    tiers: dict[tuple[Section, int, int], Tier],
-) -> bool:
-    """Tell whether a segment's parameters stay within the cap on resident ones."""
-    cap = request.max_host_parameter_numel
-    if cap is None or section is not Section.PARAMETER or request.parameter_tier is not Tier.NVME:
-        return True
-    resident = {
-        index
-        for (kind, index, _), tier in tiers.items()
-        if kind is Section.PARAMETER and tier is Tier.HOST
-    }
-    numels = [
-        request.segments[index].layout(request.world_size).shard_numel
-        for index in resident | {segment}
-    ]
-    return sum(numels) <= cap
+class _Pinning:
+    """Spends a host budget on the sections that save most, see [Note: placement]."""
+
+    def __init__(self, request: PlacementRequest, host_bytes: int) -> None:
+        self._request = request
+        self._left_bytes = host_bytes
+        self._lowest = lowest_tiers(request)
+        cap = request.max_host_parameter_numel
+        self._parameters_left_numel = cap if request.parameter_tier is Tier.NVME else None
+
+    def run(self, parts: list[list[_Part]]) -> None:
+        """Set the tiers of all parts of all segments; some part may be cut in two."""
+        for section, segment in self._classes():
+            lowest = self._lowest[section]
+            if lowest is Tier.DEVICE:
+                for part in parts[segment]:
+                    part.tiers[section] = lowest
+            else:
+                self._pin(section, segment, parts[segment])
+
+    def _classes(self) -> Iterator[tuple[Section, int]]:
+        """Yield `(section, segment)`: what must rest on the host, then what saves most per byte."""
+        rates = self._request.rates or ASSUMED_RATES
+        ordered = []
+        for index, spec in enumerate(self._request.segments):
+            updated = spec.trainable and self._request.trains
+            for section in section_bytes(self._request, spec, 0):
+                moves = moves_per_step(section, self._request.micro_batches, updated=updated)
+                is_optional = self._lowest[section] is Tier.NVME
+                rank = _PINNING_ORDER.index(section)
+                ordered.append((is_optional, -rates.seconds(*moves), rank, index, section))
+        for _, _, _, index, section in sorted(ordered):
+            yield section, index
+
+    def _pin(self, section: Section, segment: int, parts: list[_Part]) -> None:
+        """Let as much of a section of a segment rest on the host as the budget holds."""
+        spec = self._request.segments[segment]
+        unit_bytes = section_bytes(self._request, spec, SHARD_ALIGNMENT_NUMEL)[section]
+        held_bytes = 0
+        position = 0
+        while position < len(parts):
+            part = parts[position]
+            position += 1
+            room_bytes = (
+                _align_down(resident_bytes(held_bytes) + self._left_bytes, RESIDENT_ALIGNMENT_BYTES)
+                - held_bytes
+            )
+            fitting = max(room_bytes, 0) // unit_bytes * SHARD_ALIGNMENT_NUMEL
+            numel = min(part.numel, fitting)
+            if section is Section.PARAMETER and self._parameters_left_numel is not None:
+                numel = min(numel, _align_down(self._parameters_left_numel, SHARD_ALIGNMENT_NUMEL))
+            if numel < part.numel:
+                if numel:
+                    parts.insert(position, part.split(numel))
+                else:
+                    part.tiers[section] = self._lowest[section]
+                    continue
+            size_bytes = numel // SHARD_ALIGNMENT_NUMEL * unit_bytes
+            self._left_bytes -= resident_bytes(held_bytes + size_bytes) - resident_bytes(held_bytes)
+            held_bytes += size_bytes
+            if section is Section.PARAMETER and self._parameters_left_numel is not None:
+                self._parameters_left_numel -= numel
+            part.tiers[section] = Tier.HOST
 
 
 def _build_sub_groups(
-    request: PlacementRequest,
-    cuts: list[list[tuple[int, int]]],
-    tiers: dict[tuple[Section, int, int], Tier],
+    request: PlacementRequest, parts: list[list[_Part]]
 ) -> tuple[tuple[SubGroup, ...], int]:
     """Return the sub-groups with their extents, and the bytes of the swap file."""
     sub_groups: list[SubGroup] = []
     end = 0
     for index, segment in enumerate(request.segments):
-        for position, (start, stop) in enumerate(cuts[index]):
+        for position, part in enumerate(parts[index]):
             sections = []
             inner = 0
-            own_tiers = []
-            for section, size in section_bytes(request, segment, stop - start).items():
-                tier = tiers[section, index, position]
-                own_tiers.append((section, tier))
-                if tier is Tier.NVME:
+            for section, size in section_bytes(request, segment, part.numel).items():
+                if part.tiers[section] is Tier.NVME:
                     stored = align_up(size, request.alignment_bytes)
                     sections.append((section, inner, stored))
                     inner += stored
@@ -208,59 +370,8 @@ def _build_sub_groups(
             if sections:
                 extent = Extent(f"{segment.name} {position}", end, tuple(sections))
                 end += inner
+            tiers = tuple(sorted(part.tiers.items()))
             sub_groups.append(
-                SubGroup(len(sub_groups), index, start, stop, tuple(own_tiers), extent)
+                SubGroup(len(sub_groups), index, part.start, part.stop, tiers, extent)
             )
     return tuple(sub_groups), end
-
-
-def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
-    """Decide what rests where for one rank.
-
-    Raises:
-        PlanError: if the budgets cannot hold what must rest on their tier.
-    """
-    if request.sub_group_numel < SHARD_ALIGNMENT_NUMEL:
-        raise PlanError(
-            f"sub_group_size must be at least {SHARD_ALIGNMENT_NUMEL} elements,"
-            f" got {request.sub_group_numel}"
-        )
-    cuts = _cut(request, None)
-    lowest = lowest_tiers(request)
-    in_play = sum(
-        resident_bytes(size)
-        for section, _, _, size in _candidates(request, cuts)
-        if lowest[section] is not Tier.DEVICE
-    )
-    must_stay = sum(
-        resident_bytes(size)
-        for section, _, _, size in _candidates(request, cuts)
-        if lowest[section] is Tier.HOST
-    )
-    numel = sum(segment.layout(request.world_size).shard_numel for segment in request.segments)
-    capped = (
-        request.max_host_parameter_numel is not None and numel > request.max_host_parameter_numel
-    )
-    pages = (Tier.NVME in lowest.values() and in_play > budget.host_bytes) or (
-        capped and request.parameter_tier is Tier.NVME
-    )
-    slots = None
-    left = budget.host_bytes
-    if pages:
-        slots = plan_slots(request, max(budget.host_bytes - must_stay, 0))
-        cuts = _cut(request, slots)
-        left -= slots.total_bytes
-    tiers = _choose_tiers(request, cuts, left)
-    sub_groups, swap_bytes = _build_sub_groups(request, cuts, tiers)
-    plan = MemoryPlan(request, sub_groups, slots or SlotPlan(0, 0), swap_bytes, budget.host_bytes)
-    if budget.nvme_bytes is not None and swap_bytes > budget.nvme_bytes:
-        raise PlanError(
-            f"the plan needs {swap_bytes} bytes of NVMe a rank, its capacity is"
-            f" {budget.nvme_bytes}; raise tiers.nvme capacity or tiers.host_memory"
-        )
-    if budget.device_bytes is not None and plan.device_bytes > budget.device_bytes:
-        raise PlanError(
-            f"the plan needs {plan.device_bytes} bytes of device memory a rank, device_memory"
-            f" gives {budget.device_bytes}; raise it, or offload more"
-        )
-    return plan

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from estimators.formats import ElementType, StateFormat
 from estimators.layout import FlatLayout, flat_layout
+from estimators.rates import DriveRates
 
 
 class Tier(enum.Enum):
@@ -66,3 +67,11 @@ class PlacementRequest:
     """False without an optimizer: no gradients and no state."""
     max_host_parameter_numel: int | None = None
     """Most elements of parameters, of one rank, that may rest on the host rather than on NVMe."""
+    start_bytes: int = 0
+    """Most bytes that the values of parameters take while they are moved to their shards."""
+    slot_count: int | None = None
+    """How many slots to plan (fewer where they do not fit); None chooses."""
+    micro_batches: int = 1
+    """Micro-batches of a step: each reads the parameters twice and adds to the gradients."""
+    rates: DriveRates | None = None
+    """What the drive can do, measured or given; None weighs reads and writes alike."""

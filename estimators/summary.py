@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import assert_never
 
 from estimators.layout import align_up
 from estimators.records import Section, SubGroup, section_bytes
 from estimators.segments import PlacementRequest, Tier
+
+LIVE_PARAMETERS = "parameters unsharded (peak)"
+GRADIENT_SCRATCH = "gradients unsharded (peak)"
+COLLECTIVE_SCRATCH = "collectives (peak)"
+START_EXCESS = "setting parameters at the start (peak beyond a step's)"
 
 RESIDENT_ALIGNMENT_BYTES = 4096
 """Everything resident starts at a page of its arena."""
@@ -78,29 +84,31 @@ class MemoryPlan:
         return tuple(tuple(group) for group in groups)
 
     def segment_tier(self, segment: int, section: Section) -> Tier | None:
-        """Return where the parameters or gradients of a whole segment rest (None: has none)."""
-        groups = self.by_segment[segment]
-        return groups[0].tier(section) if groups else None
+        """Return the lowest tier on which some of a segment's section rests (None: has none)."""
+        tiers = [group.tier(section) for group in self.by_segment[segment]]
+        return Tier.NVME if Tier.NVME in tiers else (tiers[0] if tiers else None)
+
+    def resident_parts(
+        self, tier: Tier, section: Section, segment: int
+    ) -> list[tuple[SubGroup, int]]:
+        """Return `(sub-group, bytes)` of a segment's section that rests on device or host."""
+        spec = self.request.segments[segment]
+        return [
+            (group, section_bytes(self.request, spec, group.numel)[section])
+            for group in self.by_segment[segment]
+            if group.tier(section) is tier
+        ]
 
     def resident_section_bytes(self, tier: Tier, section: Section) -> int:
         """Return the arena bytes of a class on the device or host tier.
 
-        Parameters and gradients are allocated per segment, state per sub-group.
+        Each segment has one allocation for a section: the parts are contiguous, in order, and
+        their bytes add up whatever the cuts, because every sub-group holds whole cache lines.
         """
-        total = 0
-        for index, segment in enumerate(self.request.segments):
-            groups = [group for group in self.by_segment[index] if group.tier(section) is tier]
-            numels = (
-                [group.numel for group in groups]
-                if section is Section.STATE
-                else [sum(group.numel for group in groups)]
-            )
-            total += sum(
-                resident_bytes(section_bytes(self.request, segment, numel).get(section, 0))
-                for numel in numels
-                if numel
-            )
-        return total
+        return sum(
+            resident_bytes(sum(size for _, size in self.resident_parts(tier, section, index)))
+            for index in range(len(self.request.segments))
+        )
 
     def is_in_place(self, segment: int) -> bool:
         """Tell whether the flat buffer of a segment is its shard: nothing is ever freed."""
@@ -147,6 +155,38 @@ class MemoryPlan:
         )
 
     @property
+    def collective_scratch_bytes(self) -> int:
+        """Peak bytes that a collective of several ranks takes beside what it moves.
+
+        gloo copies what it gathers or scatters into one buffer of its own.
+        """
+        if self.request.world_size == 1:
+            return 0
+        return max(
+            (
+                segment.layout(self.request.world_size).padded_numel
+                * max(
+                    segment.element.size_bytes,
+                    segment.gradient.size_bytes if segment.trainable and self.request.trains else 0,
+                )
+                for segment in self.request.segments
+            ),
+            default=0,
+        )
+
+    @property
+    def start_excess_bytes(self) -> int:
+        """Bytes that setting the parameters at the start takes beyond what a step does."""
+        return max(self.request.start_bytes - self._step_bytes, 0)
+
+    @property
+    def _step_bytes(self) -> int:
+        """Peak bytes of what comes and goes in a step."""
+        return (
+            self.live_parameter_bytes + self.gradient_scratch_bytes + self.collective_scratch_bytes
+        )
+
+    @property
     def host_bytes(self) -> int:
         """Bytes that the host arena takes: slots and everything resident there."""
         return self.slots.total_bytes + sum(
@@ -155,9 +195,9 @@ class MemoryPlan:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device: what rests there, unsharded parameters, gradients on their way."""
+        """Bytes on the device: what rests there, and what comes and goes in a step or at first."""
         resident = sum(self.resident_section_bytes(Tier.DEVICE, section) for section in Section)
-        return resident + self.live_parameter_bytes + self.gradient_scratch_bytes
+        return resident + self._step_bytes + self.start_excess_bytes
 
     def rows(self) -> list[PlanRow]:
         """Return the plan line by line, empty lines left out."""
@@ -170,8 +210,10 @@ class MemoryPlan:
             for tier in (Tier.DEVICE, Tier.HOST)
             for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)
         ]
-        rows.append(PlanRow(Tier.DEVICE, "parameters unsharded (peak)", self.live_parameter_bytes))
-        rows.append(PlanRow(Tier.DEVICE, "gradients unsharded (peak)", self.gradient_scratch_bytes))
+        rows.append(PlanRow(Tier.DEVICE, LIVE_PARAMETERS, self.live_parameter_bytes))
+        rows.append(PlanRow(Tier.DEVICE, GRADIENT_SCRATCH, self.gradient_scratch_bytes))
+        rows.append(PlanRow(Tier.DEVICE, COLLECTIVE_SCRATCH, self.collective_scratch_bytes))
+        rows.append(PlanRow(Tier.DEVICE, START_EXCESS, self.start_excess_bytes))
         rows.append(PlanRow(Tier.HOST, f"slots ({self.slots.count})", self.slots.total_bytes))
         rows.extend(
             PlanRow(Tier.NVME, f"{section.name.lower()}s", self.nvme_section_bytes(section))
@@ -191,14 +233,34 @@ class MemoryPlan:
         )
 
 
+def moves_per_step(section: Section, micro_batches: int, *, updated: bool) -> tuple[int, int]:
+    """Return how often a step reads and writes each byte of a section that rests on NVMe.
+
+    Each micro-batch reads parameters for its forward and its backward, and adds to the gradients
+    (the first one only writes); the update reads everything and writes parameters and state.
+
+    Args:
+        section: which section.
+        micro_batches: micro-batches of the step.
+        updated: False for frozen parameters, which are clean pages and never written back.
+    """
+    match section:
+        case Section.PARAMETER:
+            return 2 * micro_batches + updated, int(updated)
+        case Section.GRADIENT:
+            return micro_batches, micro_batches
+        case Section.STATE:
+            return 1, 1
+        case _:
+            assert_never(section)
+
+
 def step_traffic(
     plan: MemoryPlan, micro_batches: int, *, written_states: Container[int] | None = None
 ) -> StepTraffic:
     """Return the NVMe bytes that one optimizer step of `micro_batches` moves on this rank.
 
-    Each micro-batch reads parameters for its forward and its backward, and adds to the gradients
-    (the first one only writes); the update reads everything and writes parameters and state. State
-    that was never written is zero and is not read.
+    See `moves_per_step`. State that was never written is zero and is not read.
 
     Args:
         plan: the plan of this rank.
@@ -210,17 +272,13 @@ def step_traffic(
     for group in plan.sub_groups:
         if group.extent is None:
             continue
-        sizes = group.extent.bytes_of(frozenset(Section))
-        parameter = sizes.get(Section.PARAMETER, 0)
-        gradient = sizes.get(Section.GRADIENT, 0)
-        state = sizes.get(Section.STATE, 0)
-        read[Section.PARAMETER] += 2 * micro_batches * parameter
-        if group.tier(Section.STATE) is not None:  # else frozen: clean pages, never written back
-            read[Section.PARAMETER] += parameter
-            written[Section.PARAMETER] += parameter
-        read[Section.GRADIENT] += micro_batches * gradient
-        written[Section.GRADIENT] += micro_batches * gradient
-        if written_states is None or group.index in written_states:
-            read[Section.STATE] += state
-        written[Section.STATE] += state
+        updated = group.tier(Section.STATE) is not None
+        for section, size in group.extent.bytes_of(frozenset(Section)).items():
+            reads, writes = moves_per_step(section, micro_batches, updated=updated)
+            if section is Section.STATE and not (
+                written_states is None or group.index in written_states
+            ):
+                reads = 0
+            read[section] += reads * size
+            written[section] += writes * size
     return StepTraffic(read, written)

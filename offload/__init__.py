@@ -1,6 +1,8 @@
 """Tiers, slots, pager, state formats and the update: knows shards of tensors, no ranks."""
 
 from offload.arrays import array_at, copy_bytes, tensor_at, tensor_span
+from offload.footprint import disk_bytes, process_bytes, resident_set_bytes
+from offload.heap import HeapTrimmer
 from offload.kernels import (
     AdamWScalars,
     Kernels,
@@ -9,17 +11,23 @@ from offload.kernels import (
     native_unavailable_reason,
 )
 from offload.ledger import Activity, Ledger, LedgerSnapshot, Link
-from offload.pager import PageError, Pager, PagerFailedError, PagerState
+from offload.measure import measure_rates
+from offload.pager import Pager, PagerFailedError, PagerState
+from offload.report import LedgerReport, StepRecord
 from offload.slots import Slot, SlotState, carve_slots
 from offload.step import update
 from offload.store import Store, StoreParts
+from offload.transfers import CorruptionError, PageError, SlotTransfers
 from offload.write import write_parameters
 
 __all__ = [
     "Activity",
     "AdamWScalars",
+    "CorruptionError",
+    "HeapTrimmer",
     "Kernels",
     "Ledger",
+    "LedgerReport",
     "LedgerSnapshot",
     "Link",
     "PageError",
@@ -28,14 +36,20 @@ __all__ = [
     "PagerState",
     "Slot",
     "SlotState",
+    "SlotTransfers",
+    "StepRecord",
     "Store",
     "StoreParts",
     "array_at",
     "carve_slots",
     "copy_bytes",
+    "disk_bytes",
     "load_kernels",
+    "measure_rates",
     "native_available",
     "native_unavailable_reason",
+    "process_bytes",
+    "resident_set_bytes",
     "tensor_at",
     "tensor_span",
     "update",

@@ -9,10 +9,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from estimators import Section
+from estimators import DriveRates, Section, Tier
+from offload.report import LedgerReport, StepRecord
+from offload.trace import Trace
 
 EVENT_LIMIT = 4096
 """Events kept for tests of order; older ones are dropped."""
+
+STEP_LIMIT = 200
+"""Steps kept one by one for the report; older ones only count in the totals."""
 
 
 class Link(enum.Enum):
@@ -20,6 +25,11 @@ class Link(enum.Enum):
 
     READ = "nvme read"
     WRITE = "nvme write"
+
+    @property
+    def verb(self) -> str:
+        """How events name the direction."""
+        return "read" if self is Link.READ else "write"
 
 
 class Activity(enum.Enum):
@@ -30,6 +40,10 @@ class Activity(enum.Enum):
     SLOT_WAIT = "slot wait"
     UPDATE = "update"
     COLLECTIVE = "collective"
+    CHECKSUM = "checksum"
+
+
+_WAITS = (Activity.READ_WAIT, Activity.WRITE_WAIT, Activity.SLOT_WAIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,11 @@ class LedgerSnapshot:
     """For example {"nvme read parameter": 4096}."""
     seconds: Mapping[str, float]
     """Seconds by `Activity.value`."""
+    resident_bytes: Mapping[str, int]
+    """Bytes that were used where they rest, without a transfer: {"host state": 4096}."""
+    busy_seconds: float = 0.0
+    """Seconds in which a transfer was in flight, as far as the pager has looked."""
+    tokens: int = 0
 
     @property
     def nvme_read_bytes(self) -> int:
@@ -54,14 +73,16 @@ class LedgerSnapshot:
     @property
     def stall_seconds(self) -> float:
         """Seconds that the training thread waited for transfers or slots."""
-        waits = (Activity.READ_WAIT, Activity.WRITE_WAIT, Activity.SLOT_WAIT)
-        return sum(self.seconds[wait.value] for wait in waits)
+        return sum(self.seconds[wait.value] for wait in _WAITS)
 
     def minus(self, earlier: LedgerSnapshot) -> LedgerSnapshot:
         """Return what happened since `earlier`."""
         return LedgerSnapshot(
             {key: size - earlier.bytes_by_class[key] for key, size in self.bytes_by_class.items()},
             {key: spent - earlier.seconds[key] for key, spent in self.seconds.items()},
+            {key: size - earlier.resident_bytes[key] for key, size in self.resident_bytes.items()},
+            self.busy_seconds - earlier.busy_seconds,
+            self.tokens - earlier.tokens,
         )
 
     def _sum(self, link: Link) -> int:
@@ -72,15 +93,62 @@ class Ledger:
     """Counts bytes and seconds; each engine has its own."""
 
     def __init__(self) -> None:
-        self._bytes = {(link, section): 0 for link in Link for section in Section}
-        self._seconds = dict.fromkeys(Activity, 0.0)
+        self.rates: DriveRates | None = None
+        """What the drive can do, measured or given; None leaves shares of it out of the report."""
+        self.parameter_numel = 0
+        """Trained elements of this rank, for the wear by parameter."""
         self.events: collections.deque[tuple[str, str]] = collections.deque(maxlen=EVENT_LIMIT)
         """(event, record) in order: "submit read", "read done", "update", ..."""
+        self.peaks: dict[str, int] = {}
+        """The most bytes that were seen at once, by what the plan calls them."""
+        self._bytes = {(link, section): 0 for link in Link for section in Section}
+        self._resident = {
+            (tier, section): 0 for tier in (Tier.DEVICE, Tier.HOST) for section in Section
+        }
+        self._seconds = dict.fromkeys(Activity, 0.0)
+        self._tokens = 0
+        self._in_flight = 0
+        self._busy_since = 0.0
+        self._busy_seconds = 0.0
+        self._steps: collections.deque[StepRecord] = collections.deque(maxlen=STEP_LIMIT)
+        self._step_count = 0
+        self._step_begin = time.perf_counter()
+        self._step_start = self.snapshot()
+        self._trace: Trace | None = None
 
-    def add_bytes(self, link: Link, sizes_bytes: Mapping[Section, int]) -> None:
-        """Count bytes that a transfer moved, by section."""
+    # What happens
+
+    def submitted(self, link: Link, record: str) -> None:
+        """Count a transfer that begins."""
+        if not self._in_flight:
+            self._busy_since = time.perf_counter()
+        self._in_flight += 1
+        self.note(f"submit {link.verb}", record)
+        if self._trace is not None:
+            self._trace.begin_transfer(link.verb, record)
+
+    def completed(self, link: Link, record: str, sizes_bytes: Mapping[Section, int]) -> None:
+        """Count a transfer that has moved its bytes, by section."""
         for section, size in sizes_bytes.items():
             self._bytes[link, section] += size
+        self.note(f"{link.verb} done", record)
+        self.ended(link, record)
+
+    def ended(self, link: Link, record: str) -> None:
+        """Take a transfer as no longer in flight, whatever came of it."""
+        self._in_flight = max(self._in_flight - 1, 0)
+        if not self._in_flight:
+            self._busy_seconds += time.perf_counter() - self._busy_since
+        if self._trace is not None:
+            self._trace.end_transfer(link.verb, record)
+
+    def used_in_place(self, tier: Tier, section: Section, size_bytes: int) -> None:
+        """Count bytes that were used where they rest, in memory."""
+        self._resident[tier, section] += size_bytes
+
+    def observe(self, what: str, size_bytes: int) -> None:
+        """Keep the most bytes that a line of the plan was seen to take."""
+        self.peaks[what] = max(self.peaks.get(what, 0), size_bytes)
 
     def note(self, event: str, record: str) -> None:
         """Remember an event, so that a test can assert an order."""
@@ -93,14 +161,77 @@ class Ledger:
         try:
             yield
         finally:
-            self._seconds[activity] += time.perf_counter() - begin
+            spent = time.perf_counter() - begin
+            self._seconds[activity] += spent
+            if self._trace is not None:
+                self._trace.add_span(activity.value, begin, spent)
+
+    def count_tokens(self, count: int) -> None:
+        """Add tokens (or samples) of the current step, for the wear by token."""
+        self._tokens += count
+
+    def begin_step(self) -> None:
+        """Take what happened so far as before the step."""
+        self._step_begin = time.perf_counter()
+        self._step_start = self.snapshot()
+
+    def end_step(self) -> None:
+        """Close the current step: what happened since the last one belongs to it."""
+        now = time.perf_counter()
+        self._step_count += 1
+        moved = self.snapshot().minus(self._step_start)
+        self._steps.append(
+            StepRecord(
+                step=self._step_count,
+                seconds=now - self._step_begin,
+                nvme_bytes=moved.bytes_by_class,
+                resident_bytes=moved.resident_bytes,
+                activity_seconds=moved.seconds,
+                busy_seconds=moved.busy_seconds,
+                tokens=moved.tokens,
+            )
+        )
+        if self._trace is not None:
+            self._trace.add_span(
+                f"step {self._step_count}", self._step_begin, now - self._step_begin
+            )
+        self.begin_step()
+
+    # What it says
 
     def snapshot(self) -> LedgerSnapshot:
         """Return the totals up to now."""
+        busy = self._busy_seconds
+        if self._in_flight:
+            busy += time.perf_counter() - self._busy_since
         return LedgerSnapshot(
             {
                 f"{link.value} {section.name.lower()}": size
                 for (link, section), size in self._bytes.items()
             },
             {activity.value: spent for activity, spent in self._seconds.items()},
+            {
+                f"{tier.value} {section.name.lower()}": size
+                for (tier, section), size in self._resident.items()
+            },
+            busy,
+            self._tokens,
         )
+
+    def report(self) -> LedgerReport:
+        """Return the steps that have ended (the last 200) as data, JSON lines and a table."""
+        return LedgerReport(tuple(self._steps), self.rates, self.parameter_numel)
+
+    def start_trace(self, limit: int = 1_000_000) -> None:
+        """Record a time line from now on, of at most `limit` events; later ones are left out."""
+        self._trace = Trace(limit)
+
+    def trace(self, process: str = "tierzero") -> dict[str, object]:
+        """Return the recorded time line in the format that Perfetto and chrome://tracing read.
+
+        Raises:
+            RuntimeError: if no trace was started.
+        """
+        if self._trace is None:
+            raise RuntimeError("no trace is recorded; call ledger.start_trace() before the steps")
+        return self._trace.to_dict(process)

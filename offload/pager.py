@@ -8,23 +8,22 @@
    older than the last write.
 3. A failed page-out makes the pager FAILED: what is on the disk is no longer what was computed, so
    every later call refuses and says why.
-4. Demand paging never fails for want of a slot: it waits for a write, then evicts what was read
+4. A page-out is submitted at once, or held until `burst` of them go together (then no read-ahead
+   starts while they are in flight: the drive alternates). Whoever waits for a write, or for a slot,
+   sends the held ones first.
+5. Demand paging never fails for want of a slot: it waits for a write, then evicts what was read
    ahead. Only a pool whose slots are all leased raises, which is a fault of the caller.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from aio_ops import Engine, TransferError, TransferFile
 from estimators import Extent, Section
-from offload.ledger import Activity, Ledger, Link
+from offload.ledger import Activity, Ledger
 from offload.slots import Slot, SlotState
-
-
-class PageError(OSError):
-    """A page-in or page-out failed; names the record, the extent and what the transfer said."""
+from offload.transfers import PageError, SlotTransfers
 
 
 class PagerFailedError(RuntimeError):
@@ -42,18 +41,34 @@ class Pager:
     """Moves sections of extents through a fixed pool of slots."""
 
     def __init__(
-        self, engine: Engine, file: TransferFile, slots: Sequence[Slot], ledger: Ledger
+        self,
+        transfers: SlotTransfers,
+        slots: Sequence[Slot],
+        ledger: Ledger,
+        *,
+        burst: int = 0,
     ) -> None:
-        self._engine = engine
-        self._file = file
+        self._transfers = transfers
         self._slots = slots
         self._ledger = ledger
+        self._burst = burst
+        self._held: list[Slot] = []
         self._write_order: list[Slot] = []
         self.state = PagerState.READY
         self._reason = ""
 
-    def page_in(self, extent: Extent, sections: frozenset[Section]) -> Slot:
+    def page_in(
+        self,
+        extent: Extent,
+        sections: frozenset[Section],
+        then: Iterable[tuple[Extent, frozenset[Section]]] = (),
+    ) -> Slot:
         """Lend a slot that holds the given sections of `extent`, reading them if need be.
+
+        Args:
+            extent: what to read.
+            sections: which of its sections are needed.
+            then: what to read ahead, in order, before this read is waited for.
 
         Raises:
             PageError: if the read fails; the slot is free again.
@@ -66,11 +81,16 @@ class Pager:
             slot = None
         if slot is None:
             self._settle_write(extent)
+            if self._burst > 1:
+                self._finish_writes()
             slot = self._take_slot()
-            self._submit_read(slot, extent, sections)
+            self._transfers.start_read(slot, extent, sections)
+        slot.is_leased = True  # not what read-ahead counts, nor what it may evict
+        for following, wanted in then:
+            if not self.read_ahead(following, wanted):
+                break
         with self._ledger.timing(Activity.READ_WAIT):
-            self._finish_read(slot)
-        slot.is_leased = True
+            self._transfers.finish_read(slot)
         return slot
 
     def blank(self, extent: Extent) -> Slot:
@@ -95,12 +115,14 @@ class Pager:
             return True
         if any(slot.extent is extent for slot in self._slots):
             return False  # being written or lent out
+        if self._burst > 1 and self._write_order:
+            return False  # the drive is writing a burst
         if sum(slot.is_read_ahead for slot in self._slots) >= len(self._slots) - 1:
             return False  # one slot is kept for demand
         slot = next((slot for slot in self._slots if slot.state is SlotState.FREE), None)
         if slot is None:
             return False
-        self._submit_read(slot, extent, sections)
+        self._transfers.start_read(slot, extent, sections)
         return True
 
     def page_out(self, slot: Slot, sections: frozenset[Section]) -> None:
@@ -116,18 +138,12 @@ class Pager:
         ahead = self._find_read_ahead(extent)
         if ahead is not None:
             self._evict(ahead)
-        start, size = extent.span(sections)
-        self._ledger.note("submit write", extent.name)
         slot.move_to(SlotState.PAGING_OUT)
         slot.sections = sections
         slot.is_leased = False
-        try:
-            slot.ticket = self._engine.submit_write(
-                self._file, extent.offset + start, slot.span.sub(start, size)
-            )
-        except OSError as error:
-            raise self._write_failed(slot, extent, error) from error
-        self._write_order.append(slot)
+        self._held.append(slot)
+        if len(self._held) >= self._burst:
+            self._send_held()
 
     def release(self, slot: Slot) -> None:
         """Take back a leased slot that was not changed."""
@@ -142,7 +158,8 @@ class Pager:
         """
         if self.state is PagerState.FAILED:
             return
-        self._engine.drain()
+        self._send_held()
+        self._transfers.drain()
         self._write_order.clear()
         for slot in self._slots:
             if slot.state is SlotState.PAGING_OUT and slot.ticket is not None:
@@ -151,6 +168,7 @@ class Pager:
             elif slot.state is SlotState.PAGING_OUT:
                 self.fail("a page-out was interrupted before it began")
             elif slot.state is not SlotState.FREE:
+                self._transfers.abandon_read(slot)
                 slot.clear()
 
     def drain(self) -> None:
@@ -160,9 +178,7 @@ class Pager:
             PageError: if a write failed; the pager has FAILED.
         """
         self._check()
-        with self._ledger.timing(Activity.WRITE_WAIT):
-            while self._write_order:
-                self._finish_write(self._write_order[0])
+        self._finish_writes()
         for slot in self._slots:
             if slot.is_read_ahead:
                 self._evict(slot)
@@ -174,7 +190,8 @@ class Pager:
 
     def close(self) -> None:
         """Wait for the engine and forget all slots; never raises for a transfer."""
-        self._engine.drain()
+        self._transfers.drain()
+        self._held.clear()
         self._write_order.clear()
         self.fail("its engine was destroyed")
 
@@ -197,6 +214,7 @@ class Pager:
         for slot in self._slots:
             if slot.state is SlotState.FREE:
                 return slot
+        self._send_held()
         with self._ledger.timing(Activity.SLOT_WAIT):
             if self._write_order:
                 slot = self._write_order[0]
@@ -211,38 +229,31 @@ class Pager:
         )
 
     def _evict(self, slot: Slot) -> None:
-        if slot.state is SlotState.PAGING_IN:
-            self._finish_read(slot)
+        self._transfers.finish_read(slot)
         slot.clear()
 
-    def _submit_read(self, slot: Slot, extent: Extent, sections: frozenset[Section]) -> None:
-        start, size = extent.span(sections)
-        slot.move_to(SlotState.PAGING_IN)
-        slot.extent, slot.sections = extent, sections
-        self._ledger.note("submit read", extent.name)
-        try:
-            slot.ticket = self._engine.submit_read(
-                self._file, extent.offset + start, slot.span.sub(start, size)
-            )
-        except OSError as error:
-            slot.clear()
-            raise _page_error(extent, SlotState.PAGING_IN, error) from error
+    def _send_held(self) -> None:
+        """Submit the writes that were held to go together."""
+        while self._held:
+            slot = self._held[0]
+            try:
+                self._transfers.start_write(slot)
+            except PageError as error:
+                self._fail_write(error)
+                raise
+            self._held.pop(0)
+            self._write_order.append(slot)
 
-    def _finish_read(self, slot: Slot) -> None:
-        if slot.state is not SlotState.PAGING_IN or slot.ticket is None or slot.extent is None:
-            return
-        extent = slot.extent
-        try:
-            slot.ticket.wait()
-        except OSError as error:
-            slot.clear()
-            raise _page_error(extent, SlotState.PAGING_IN, error) from error
-        slot.ticket = None
-        slot.move_to(SlotState.RESIDENT)
-        self._ledger.add_bytes(Link.READ, extent.bytes_of(slot.sections))
-        self._ledger.note("read done", extent.name)
+    def _finish_writes(self) -> None:
+        """Wait for every write, held ones too."""
+        self._send_held()
+        with self._ledger.timing(Activity.WRITE_WAIT):
+            while self._write_order:
+                self._finish_write(self._write_order[0])
 
     def _settle_write(self, extent: Extent) -> None:
+        if any(slot.extent is extent for slot in self._held):
+            self._send_held()
         for slot in list(self._write_order):
             if slot.extent is extent:
                 with self._ledger.timing(Activity.WRITE_WAIT):
@@ -255,30 +266,11 @@ class Pager:
 
     def _finish_write(self, slot: Slot) -> None:
         self._write_order.remove(slot)
-        if slot.ticket is None or slot.extent is None:
-            raise RuntimeError(f"slot {slot.index} has no write in flight")
-        extent = slot.extent
         try:
-            slot.ticket.wait()
-        except OSError as error:
-            raise self._write_failed(slot, extent, error) from error
-        self._ledger.add_bytes(Link.WRITE, extent.bytes_of(slot.sections))
-        self._ledger.note("write done", extent.name)
-        slot.clear()
+            self._transfers.finish_write(slot)
+        except PageError as error:
+            self._fail_write(error)
+            raise
 
-    def _write_failed(self, slot: Slot, extent: Extent, error: OSError) -> PageError:
-        """Keep the bytes in their slot and refuse all further work."""
-        slot.move_to(SlotState.RESIDENT)
-        slot.is_leased = True  # never reused: its bytes exist nowhere else
-        failure = _page_error(extent, SlotState.PAGING_OUT, error)
-        self.fail(f"a page-out failed ({failure})")
-        return failure
-
-
-def _page_error(extent: Extent, state: SlotState, error: OSError) -> PageError:
-    cause = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
-    return PageError(
-        error.errno,
-        f"record {extent.name}: {state.name} of Extent(offset={extent.offset},"
-        f" size_bytes={extent.size_bytes}) failed: {cause}",
-    )
+    def _fail_write(self, error: PageError) -> None:
+        self.fail(f"a page-out failed ({error})")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import collections
+from collections.abc import Callable, Iterable, Sequence
 
-from estimators import Section, SubGroup
+from estimators import Extent, Section, SubGroup
 from offload.arrays import array_at, clear_bytes
 from offload.kernels import AdamWScalars
 from offload.ledger import Activity
@@ -19,7 +20,7 @@ def update(
     """Update every sub-group, drop the gradients, and wait until all is written.
 
     Reads of the following sub-groups and writes of the last ones are in flight while one is
-    updated; read-ahead only takes spare slots.
+    updated, and across the boundaries of segments; read-ahead only takes spare slots.
 
     Args:
         store: the shards of this rank.
@@ -32,13 +33,21 @@ def update(
     """
     store.require_intact()
     groups = [group for group in store.plan.sub_groups if group.tier(Section.STATE) is not None]
+    reads = [_reads(store, group) for group in groups]
+    paged = collections.deque(
+        (position, group.extent, wanted)
+        for position, (group, wanted) in enumerate(zip(groups, reads, strict=True))
+        if group.extent is not None and wanted
+    )
     moved: list[str] = []
     try:
         for position, group in enumerate(groups):
-            following = groups[position + 1 :]
-            _update_group(store, group, scalars, following)
+            while paged and paged[0][0] <= position:
+                paged.popleft()
+            slot = _lend(store, group, reads[position], ((each[1], each[2]) for each in paged))
+            _update_group(store, group, scalars, slot)
             moved.append(_name(store, group))
-            if not following or following[0].segment != group.segment:
+            if position + 1 == len(groups) or groups[position + 1].segment != group.segment:
                 on_segment(group.segment)
         if store.pager is not None:
             store.pager.drain()
@@ -68,28 +77,34 @@ def _reads(store: Store, group: SubGroup) -> frozenset[Section]:
     return frozenset(reads)
 
 
-def _lend(store: Store, group: SubGroup) -> Slot | None:
-    """Return a slot with everything of the sub-group that rests on NVMe (None: nothing does)."""
-    if group.extent is None or store.pager is None:
+def _lend(
+    store: Store,
+    group: SubGroup,
+    reads: frozenset[Section],
+    following: Iterable[tuple[Extent, frozenset[Section]]],
+) -> Slot | None:
+    """Return a slot with everything of the sub-group that rests on NVMe (None: nothing does).
+
+    What follows is read ahead, as far as slots are spare, before this one is waited for.
+    """
+    if store.pager is None:
         return None
-    reads = _reads(store, group)
-    slot = store.pager.page_in(group.extent, reads) if reads else store.pager.blank(group.extent)
-    if group.on_nvme(Section.STATE) and Section.STATE not in reads:
+    if group.extent is None or not reads:
+        slot = None if group.extent is None else store.pager.blank(group.extent)
+        for extent, wanted in following:
+            if not store.pager.read_ahead(extent, wanted):
+                break
+    else:
+        slot = store.pager.page_in(group.extent, reads, following)
+    if slot is not None and group.on_nvme(Section.STATE) and Section.STATE not in reads:
         clear_bytes(slot.section(Section.STATE))
     return slot
 
 
 def _update_group(
-    store: Store,
-    group: SubGroup,
-    scalars: Sequence[AdamWScalars],
-    following: Sequence[SubGroup],
+    store: Store, group: SubGroup, scalars: Sequence[AdamWScalars], slot: Slot | None
 ) -> None:
     spec = store.plan.request.segments[group.segment]
-    slot = _lend(store, group)
-    for ahead in following:
-        if not store.read_ahead(ahead, _reads(store, ahead)):
-            break
     gradient = store.section_span(group, Section.GRADIENT, slot)
     if not store.has_gradient(group.segment):
         clear_bytes(gradient)
@@ -102,6 +117,7 @@ def _update_group(
             scalars[spec.param_group],
         )
     store.ledger.note("update", _name(store, group))
+    store.count_uses(group)
     if slot is None or store.pager is None:
         return
     changed = frozenset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,19 +12,18 @@ from estimators import (
     Extent,
     MemoryPlan,
     Section,
-    SegmentSpec,
     SubGroup,
-    Tier,
-    record_layout,
 )
+from estimators.records import section_bytes
 from offload.arrays import clear_bytes, copy_bytes, tensor_at
 from offload.kernels import Kernels
 from offload.ledger import Ledger
 from offload.pager import Pager, PagerFailedError
+from offload.residents import Residents
 from offload.slots import Slot, carve_slots
+from offload.transfers import SlotTransfers
 
 _GRADIENT = frozenset({Section.GRADIENT})
-_PARAMETER = frozenset({Section.PARAMETER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,10 @@ class StoreParts:
     """Where the swap file is made; None if the plan has no swap file."""
     kernels: Kernels
     ledger: Ledger
+    burst: int = 0
+    """Page-outs that go together, the drive reading in between; up to 1 mixes both."""
+    verify: bool = False
+    """Whether what is paged in is checked against what was paged out."""
 
 
 class Store:
@@ -45,36 +49,36 @@ class Store:
         self.ledger = parts.ledger
         self.kernels = parts.kernels
         self._engine = parts.engine
-        self._parameters: dict[int, Span] = {}
-        self._gradients: dict[int, Span] = {}
-        self._states: dict[int, Span] = {}
         self.written_states: set[int] = set()
         """Sub-groups whose state on NVMe was ever written; the others' is zero and is not read."""
         self._has_gradient = [False] * len(plan.request.segments)
         self._failure: str | None = None
         self.is_closed = False
-        self._file = None
+        self.swap_file = None
         self.pager: Pager | None = None
         if plan.swap_file_bytes:
             if parts.directory is None:
                 raise ValueError(f"the plan needs {plan.swap_file_bytes} bytes of NVMe but no path")
-            self._file = self._engine.create_file(parts.directory, plan.swap_file_bytes)
-        # Only slots take part in transfers; a forked DataLoader worker may read what is resident.
-        self.device_arena, self.host_arena = (
-            HostArena(max(_resident_bytes(plan, tier), 1), inherited=True)
-            for tier in (Tier.DEVICE, Tier.HOST)
-        )
+            self.swap_file = self._engine.create_file(parts.directory, plan.swap_file_bytes)
+        self.residents = Residents(plan)
         self.slot_arena = HostArena(max(plan.slots.total_bytes, 1))
-        self._allocate_resident()
-        if self._file is not None:
-            slots = carve_slots(self.slot_arena, plan.slots)
-            self.pager = Pager(self._engine, self._file, slots, self.ledger)
+        self.slots: Sequence[Slot] = ()
+        if self.swap_file is not None:
+            self.slots = carve_slots(self.slot_arena, plan.slots)
+            transfers = SlotTransfers(
+                self._engine, self.swap_file, self.ledger, verify=parts.verify
+            )
+            self.pager = Pager(transfers, self.slots, self.ledger, burst=parts.burst)
+        self.ledger.rates = plan.request.rates
+        self.ledger.parameter_numel = sum(
+            group.numel for group in plan.sub_groups if group.tier(Section.STATE) is not None
+        )
 
     # Parameters
 
     def resident_parameters(self, segment: int) -> Span | None:
-        """Return the memory of a resident parameter shard, or None if it rests on NVMe."""
-        return self._parameters.get(segment)
+        """Return the memory of a resident parameter shard, or None if some rests on NVMe."""
+        return self.residents.whole(Section.PARAMETER, segment)
 
     def read_parameters(self, segment: int, target: Span) -> None:
         """Copy this rank's parameter shard of a segment into `target`.
@@ -82,25 +86,15 @@ class Store:
         Raises:
             PageError: if a page-in failed.
         """
-        resident = self._parameters.get(segment)
-        if resident is not None:
-            copy_bytes(resident, target, resident.size_bytes)
-            return
-        groups = self.plan.by_segment[segment]
-        for position, group in enumerate(groups):
-            for ahead in groups[position + 1 :]:
-                if not self.read_ahead(ahead, _PARAMETER):
-                    break
-            slot = self._require_pager().page_in(_extent(group), _PARAMETER)
-            start, size = self._byte_range(group, Section.PARAMETER)
-            copy_bytes(slot.section(Section.PARAMETER), target.sub(start, size), size)
-            self._require_pager().release(slot)
+        self._read_section(Section.PARAMETER, segment, target)
 
-    def read_ahead_parameters(self, segment: int) -> None:
-        """Start reading the parameter shard of a segment into spare slots."""
-        for group in self.plan.by_segment[segment]:
-            if not group.on_nvme(Section.PARAMETER) or not self.read_ahead(group, _PARAMETER):
-                return
+    def read_ahead_parameters(self, segment: int) -> bool:
+        """Start reading the parameter shard of a segment; False once no slot is spare for it."""
+        groups = self.plan.by_segment[segment]
+        for extent, sections in _sections_on_nvme(groups, Section.PARAMETER):
+            if not self._require_pager().read_ahead(extent, sections):
+                return False
+        return True
 
     # Gradients
 
@@ -116,14 +110,24 @@ class Store:
         """
         spec = self.plan.request.segments[segment]
         accumulate = self._has_gradient[segment]
-        resident = self._gradients.get(segment)
-        if resident is not None:
+        groups = self.plan.by_segment[segment]
+        for position, group in enumerate(groups):
+            start, size = _byte_range(self.plan, group, Section.GRADIENT)
+            part = shard.sub(start, size)
+            if group.on_nvme(Section.GRADIENT):
+                following = groups[position + 1 :] if accumulate else ()
+                slot = self._lend_gradient(group, following, accumulate=accumulate)
+                stored = slot.section(Section.GRADIENT).sub(0, size)
+                if accumulate:
+                    _add(spec.gradient, stored, part)
+                copy_bytes(part, stored, size)
+                self._require_pager().page_out(slot, _GRADIENT)
+                continue
+            resident = self.residents.part(Section.GRADIENT, group)
             if accumulate:
-                _add(spec.gradient, resident, shard)
-            copy_bytes(shard, resident, resident.size_bytes)
-        else:
-            for group in self.plan.by_segment[segment]:
-                self._page_gradient(spec, group, shard, accumulate=accumulate)
+                _add(spec.gradient, resident, part)
+            copy_bytes(part, resident, size)
+            _count_use(self.ledger, Section.GRADIENT, group, size)
         self._has_gradient[segment] = True
 
     def fail(self, reason: str) -> None:
@@ -158,15 +162,7 @@ class Store:
         if not self._has_gradient[segment]:
             clear_bytes(target)
             return
-        resident = self._gradients.get(segment)
-        if resident is not None:
-            copy_bytes(resident, target, resident.size_bytes)
-            return
-        for group in self.plan.by_segment[segment]:
-            slot = self._require_pager().page_in(_extent(group), _GRADIENT)
-            start, size = self._byte_range(group, Section.GRADIENT)
-            copy_bytes(slot.section(Section.GRADIENT), target.sub(start, size), size)
-            self._require_pager().release(slot)
+        self._read_section(Section.GRADIENT, segment, target)
 
     def close(self) -> None:
         """Wait for what is in flight and give everything back; safe to call twice."""
@@ -174,9 +170,9 @@ class Store:
         if self.pager is not None:
             self.pager.close()
         self._engine.close()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self.swap_file is not None:
+            self.swap_file.close()
+            self.swap_file = None
 
     # Memory of sub-groups
 
@@ -184,70 +180,68 @@ class Store:
         """Return the memory of a section: in its slot if it rests on NVMe, else where it rests."""
         if slot is not None and group.on_nvme(section):
             return slot.section(section)
-        if section is Section.STATE:
-            return self._states[group.index]
-        start, size = self._byte_range(group, section)
-        resident = self._parameters if section is Section.PARAMETER else self._gradients
-        return resident[group.segment].sub(start, size)
+        return self.residents.part(section, group)
 
-    def read_ahead(self, group: SubGroup, sections: frozenset[Section]) -> bool:
-        """Start a read if the sub-group has something to read; False once no slot is spare."""
-        if group.extent is None or not sections:
-            return True
-        return self._require_pager().read_ahead(group.extent, sections)
+    def count_uses(self, group: SubGroup) -> None:
+        """Count the bytes of a sub-group that its update used where they rest, in memory."""
+        spec = self.plan.request.segments[group.segment]
+        for section, size in section_bytes(self.plan.request, spec, group.numel).items():
+            if not group.on_nvme(section):
+                _count_use(self.ledger, section, group, size)
 
     # Internals
 
-    def _allocate_resident(self) -> None:
-        arenas = {Tier.DEVICE: self.device_arena, Tier.HOST: self.host_arena}
-        for index, spec in enumerate(self.plan.request.segments):
-            groups = self.plan.by_segment[index]
-            numel = sum(group.numel for group in groups)
-            for section, target, element in (
-                (Section.PARAMETER, self._parameters, spec.element),
-                (Section.GRADIENT, self._gradients, spec.gradient),
-            ):
-                tier = self.plan.segment_tier(index, section)
-                if tier in arenas:
-                    target[index] = arenas[tier].carve(numel * element.size_bytes)
-                elif tier is None and section is Section.PARAMETER:
-                    target[index] = Span(0, 0, None)  # only parameters without elements
-            for group in groups:
-                tier = group.tier(Section.STATE)
-                if tier in arenas:
-                    layout = record_layout(
-                        self.plan.request.state_format, spec.element, group.numel
-                    )
-                    self._states[group.index] = arenas[tier].carve(layout.size_bytes)
+    def _read_section(self, section: Section, segment: int, target: Span) -> None:
+        """Copy parameters or gradients of a whole segment into `target`."""
+        groups = self.plan.by_segment[segment]
+        for position, group in enumerate(groups):
+            start, size = _byte_range(self.plan, group, section)
+            part = target.sub(start, size)
+            if not group.on_nvme(section):
+                copy_bytes(self.residents.part(section, group), part, size)
+                _count_use(self.ledger, section, group, size)
+                continue
+            pager = self._require_pager()
+            following = _sections_on_nvme(groups[position + 1 :], section)
+            slot = pager.page_in(_extent(group), frozenset({section}), following)
+            copy_bytes(slot.section(section), part, size)
+            pager.release(slot)
 
     def _require_pager(self) -> Pager:
         if self.pager is None:
             raise RuntimeError("nothing of this model rests on NVMe")
         return self.pager
 
-    def _byte_range(self, group: SubGroup, section: Section) -> tuple[int, int]:
-        """Return where a sub-group lies in its shard of parameters or gradients, in bytes."""
-        spec = self.plan.request.segments[group.segment]
-        element = spec.gradient if section is Section.GRADIENT else spec.element
-        element_bytes = element.size_bytes
-        return group.start * element_bytes, group.numel * element_bytes
-
-    def _page_gradient(
-        self, spec: SegmentSpec, group: SubGroup, shard: Span, *, accumulate: bool
-    ) -> None:
-        pager = self._require_pager()
-        extent = _extent(group)
-        slot = pager.page_in(extent, _GRADIENT) if accumulate else pager.blank(extent)
-        start, size = self._byte_range(group, Section.GRADIENT)
-        part = shard.sub(start, size)
-        if accumulate:
-            _add(spec.gradient, slot.section(Section.GRADIENT).sub(0, size), part)
-        copy_bytes(part, slot.section(Section.GRADIENT), size)
-        pager.page_out(slot, _GRADIENT)
+    def _lend_gradient(
+        self, group: SubGroup, following: Sequence[SubGroup], *, accumulate: bool
+    ) -> Slot:
+        """Return a slot for the gradient of a sub-group, with the one so far if it has any."""
+        if not accumulate:
+            return self._require_pager().blank(_extent(group))
+        ahead = _sections_on_nvme(following, Section.GRADIENT)
+        return self._require_pager().page_in(_extent(group), _GRADIENT, ahead)
 
 
-def _resident_bytes(plan: MemoryPlan, tier: Tier) -> int:
-    return sum(plan.resident_section_bytes(tier, section) for section in Section)
+def _sections_on_nvme(
+    groups: Sequence[SubGroup], section: Section
+) -> Iterator[tuple[Extent, frozenset[Section]]]:
+    """Yield what to read, in order, of those sub-groups whose section rests on NVMe."""
+    for group in groups:
+        if group.extent is not None and group.on_nvme(section):
+            yield group.extent, frozenset({section})
+
+
+def _byte_range(plan: MemoryPlan, group: SubGroup, section: Section) -> tuple[int, int]:
+    """Return where a sub-group lies in its shard of parameters or gradients, in bytes."""
+    spec = plan.request.segments[group.segment]
+    element = spec.gradient if section is Section.GRADIENT else spec.element
+    return group.start * element.size_bytes, group.numel * element.size_bytes
+
+
+def _count_use(ledger: Ledger, section: Section, group: SubGroup, size_bytes: int) -> None:
+    tier = group.tier(section)
+    if tier is not None:
+        ledger.used_in_place(tier, section, size_bytes)
 
 
 def _extent(group: SubGroup) -> Extent:

@@ -30,7 +30,11 @@ def build_runtime(
     communicator.agree(model, "zero.initialize with a model of its own")
     kernels = load_kernels(thread_count=machine.thread_count(communicator.local_world_size))
     plan = blueprint.plan
-    store = Store(plan.memory, StoreParts(io, plan.nvme_path, kernels, Ledger()))
+    tiers = blueprint.settings.tiers
+    parts = StoreParts(
+        io, plan.nvme_path, kernels, Ledger(), burst=tiers.write_burst, verify=tiers.verify
+    )
+    store = Store(plan.memory, parts)
     try:
         units = []
         segments: list[Segment] = []

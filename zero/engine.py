@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 import weakref
@@ -18,6 +19,7 @@ from zero.errors import ConfigError
 from zero.hooks import ModuleHook
 from zero.integrity import check_model, managed_parameters
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
+from zero.memory import memory_lines, memory_report, warn_if_exceeded
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Plan
 from zero.runtime import Runtime
@@ -65,6 +67,7 @@ class ZeroEngine(nn.Module):
         self._loss_was_scaled = False
         self._grad_norm: float | None = None
         self._destroyed = False
+        self._first_step: list[dict[str, Any]] | None = None
         self._owns_group = owns_group
         self._managed = {id(each): name for name, each in managed_parameters(runtime).items()}
         # No part holds the engine: it is given back as soon as its user drops it.
@@ -73,6 +76,7 @@ class ZeroEngine(nn.Module):
         if optimizer is not None:
             optimizer.attach(ModuleHook(self.step), ModuleHook(self._restart_window))
         self._finalizer = weakref.finalize(self, runtime.store.close)
+        self.ledger.begin_step()
         self._forward_hook = module.register_forward_pre_hook(ModuleHook(self._note_forward))
 
     @property
@@ -151,6 +155,7 @@ class ZeroEngine(nn.Module):
             self._skip_update(norm, reducer.not_finite)
         self._restart_window()
         self.global_steps += 1
+        self._close_step()
         self.loss_scaler.update_scale(not math.isfinite(norm), reducer.not_finite)
         if self.lr_scheduler is not None and math.isfinite(norm):
             self.lr_scheduler.step()
@@ -191,8 +196,16 @@ class ZeroEngine(nn.Module):
         return self._settings.batch.accumulation_steps
 
     def memory_report(self) -> dict[str, Any]:
-        """Return the plan by tier and class, in bytes, as plain data."""
-        return self.plan.to_dict()
+        """Return the plan, and what was planned and is there by category and tier, as plain data.
+
+        After the first step `first_step` holds the comparison that was made at its end.
+        """
+        store = self._runtime.store
+        return {
+            **self.plan.to_dict(),
+            **memory_report(self.plan.memory, store, baseline_bytes=self.plan.rss_at_start_bytes),
+            "first_step": self._first_step,
+        }
 
     def destroy(self) -> None:
         """Wait for what is in flight and give everything back; safe to call twice."""
@@ -235,6 +248,14 @@ class ZeroEngine(nn.Module):
         for segment in segments:
             segment.accept_changes()
         self._updates += 1
+
+    def _close_step(self) -> None:
+        """Close the step in the ledger, and compare the plan with reality after the first one."""
+        self._runtime.store.ledger.end_step()
+        if self.global_steps == 1:
+            lines = memory_lines(self.plan.memory, self._runtime.store)
+            self._first_step = [dataclasses.asdict(line) for line in lines]
+            warn_if_exceeded(lines)
 
     def _skip_update(self, norm: float, names: Sequence[str]) -> None:
         """Count a step whose gradients are not finite; a dynamic loss scale expects some."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from estimators.summary import GRADIENT_SCRATCH
 from offload import Kernels, Ledger, Store, array_at, tensor_span
 from offload.arrays import torch_dtype
 from offload.ledger import Activity
@@ -129,6 +130,8 @@ class GradientReducer:
             )
             self._arrived[segment.index] = set()
             self._scratch[segment.index] = scratch
+            held = sum(each.numel() * each.element_size() for each in self._scratch.values())
+            self._ledger.observe(GRADIENT_SCRATCH, held)
         arrived = self._arrived[segment.index]
         offset, numel = segment.layout.offsets[position], segment.layout.numels[position]
         target = scratch[offset : offset + numel].view(gradient.shape)

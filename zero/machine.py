@@ -54,6 +54,16 @@ def _cgroup_directories() -> list[tuple[Path, str, str]]:
     return found
 
 
+def _reclaimable_bytes(directory: Path) -> int:
+    """Return the file pages of a cgroup that the kernel gives up before it kills anybody."""
+    try:
+        lines = (directory / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    fields = dict(line.split() for line in lines)
+    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+
+
 def available_host_bytes() -> int:
     """Return the host bytes that can still be used: MemAvailable within every cgroup limit.
 
@@ -64,7 +74,8 @@ def available_host_bytes() -> int:
         limit = _read_int(directory / limit_name)
         usage = _read_int(directory / usage_name)
         if limit is not None and usage is not None:
-            available = min(available, max(limit - usage, 0))
+            held = max(usage - _reclaimable_bytes(directory), 0)
+            available = min(available, max(limit - held, 0))
     return available
 
 

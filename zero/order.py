@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 
 
 class Phase(enum.Enum):
@@ -20,13 +21,22 @@ class RecordedOrder:
     """
 
     def __init__(self) -> None:
-        self._successor: dict[tuple[Phase, int], int] = {}
+        self._successor: dict[tuple[Phase, int], tuple[Phase, int]] = {}
         self._last: tuple[Phase, int] | None = None
 
-    def visit(self, phase: Phase, unit: int) -> int | None:
-        """Record a use and return the unit that followed it last time, if any."""
+    def visit(self, phase: Phase, unit: int) -> Iterator[int]:
+        """Record a use and yield the units that followed it last time, the nearest first."""
         last = self._last
         if last is not None and (last[0] is Phase.FORWARD or phase is Phase.BACKWARD):
-            self._successor[last] = unit
+            self._successor[last] = (phase, unit)
         self._last = (phase, unit)
-        return self._successor.get((phase, unit))
+        return self._following(phase, unit)
+
+    def _following(self, phase: Phase, unit: int) -> Iterator[int]:
+        at = (phase, unit)
+        for _ in range(len(self._successor)):
+            following = self._successor.get(at)
+            if following is None:
+                return
+            yield following[1]
+            at = following

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 
 from aio_ops import Engine, open_engine
 from estimators import (
-    Budget,
+    DriveRates,
     ElementType,
     MemoryPlan,
     PlacementRequest,
@@ -20,8 +21,8 @@ from estimators import (
     Tier,
     plan_placement,
 )
-from offload import load_kernels
-from zero import machine
+from offload import load_kernels, process_bytes
+from zero.budgets import drive_rates, node_budget, start_bytes, warn_if_beyond_machine
 from zero.comm import Communicator
 from zero.config import ZeroConfig, load_config, preflight
 from zero.config.autos import hidden_size_of
@@ -46,6 +47,8 @@ class Plan:
     engine_reason: str
     kernels_name: str
     host_budget_source: str
+    rss_at_start_bytes: int
+    """What the process held in memory when the plan was made."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data."""
@@ -67,7 +70,15 @@ class Plan:
             "engine": self.engine_name,
             "engine_reason": self.engine_reason,
             "kernels": self.kernels_name,
+            "host_budget_source": self.host_budget_source,
+            "world_size": self.memory.request.world_size,
+            "state_format": self.memory.request.state_format.value,
+            "drive": _describe_rates(self.memory.request.rates),
         }
+
+    def to_json(self) -> str:
+        """Return the plan as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
 
 
 @dataclass(frozen=True)
@@ -152,9 +163,14 @@ def make_blueprint(
             if settings.parameter_offload.max_host_numel is not None
             else None
         ),
+        start_bytes=start_bytes(units, world_size),
+        slot_count=settings.tiers.slot_count,
+        micro_batches=settings.batch.accumulation_steps,
+        rates=drive_rates(settings, engine, local_world_size),
     )
-    budget, source = _budget(request, settings, local_world_size)
+    budget, source = node_budget(request, settings, local_world_size)
     memory = plan_placement(request, budget)
+    warn_if_beyond_machine(memory, local_world_size)
     path = settings.tiers.nvme[0].path if settings.tiers.nvme else None
     if Tier.NVME in (request.parameter_tier, request.optimizer_tier):
         if path is None:
@@ -171,37 +187,9 @@ def make_blueprint(
         engine_reason=engine.reason,
         kernels_name=load_kernels().name,
         host_budget_source=source,
+        rss_at_start_bytes=process_bytes("VmRSS")["VmRSS"],
     )
     return Blueprint(settings, plan, units, optimizer)
-
-
-def _budget(
-    request: PlacementRequest, settings: Settings, local_world_size: int
-) -> tuple[Budget, str]:
-    """Return one rank's share of the node's budgets, and where the host budget comes from."""
-    tiers = settings.tiers
-    nvme = tiers.nvme[0].capacity_bytes if tiers.nvme else None
-    device = tiers.device_memory_bytes
-    shares = (
-        device // local_world_size if device is not None else None,
-        nvme // local_world_size if nvme is not None else None,
-    )
-    if tiers.host_memory_bytes is not None:
-        host = tiers.host_memory_bytes // local_world_size
-        return Budget(host, *shares), "tiers.host_memory"
-    available = int(machine.available_host_bytes() * machine.HOST_MEMORY_MARGIN)
-    # On a CPU run the device is host memory too, so what the plan puts there comes off first.
-    window = plan_placement(request, Budget(_unlimited_bytes(request))).device_bytes
-    host = max(available // local_world_size - window, 0)
-    return Budget(host, *shares), (
-        f"auto: {machine.HOST_MEMORY_MARGIN:.0%} of the available host memory, less the device's"
-    )
-
-
-def _unlimited_bytes(request: PlacementRequest) -> int:
-    """Return a host budget that holds everything, with room for padding."""
-    total = sum(16 * sum(segment.numels) + (1 << 20) for segment in request.segments)
-    return 4 * total
 
 
 def describe_segments(segments: Sequence[SegmentSpec]) -> str:
@@ -219,6 +207,10 @@ def describe_segments(segments: Sequence[SegmentSpec]) -> str:
         f" units: {len(by_unit)}, the largest ({largest}) has {share:.0%} of the model and is"
         " unsharded as a whole"
     )
+
+
+def _describe_rates(rates: DriveRates | None) -> str:
+    return rates.describe() if rates is not None else "reads and writes are weighed alike"
 
 
 def plan_table(plan: Plan) -> Table:
@@ -248,6 +240,7 @@ def plan_table(plan: Plan) -> Table:
         f" world size {request.world_size}",
         f"I/O engine: {plan.engine_name} ({plan.engine_reason}); kernels: {plan.kernels_name}",
         f"host budget: {plan.host_budget_source}",
+        f"drive: {_describe_rates(request.rates)}",
     ]
     table.caption = "\n".join(caption)
     table.caption_justify = "left"

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from estimators import Section, Tier
-from offload import Store
+from estimators.summary import LIVE_PARAMETERS
+from offload import HeapTrimmer, Store
 from zero.gradients import GradientReducer
 from zero.guard import SavedTensorGuard
 from zero.hooks import ModuleHook
+from zero.memory import live_parameter_bytes
 from zero.order import Phase, RecordedOrder
 from zero.unit import Unit
 
@@ -44,6 +45,7 @@ class UnitScheduler:
         self._store = store
         self._reducer = reducer
         self._order = RecordedOrder()
+        self._heap = HeapTrimmer()
         self._guard = SavedTensorGuard(self._require_for_backward)
         self._tokens: dict[int, list[object]] = {unit.index: [] for unit in units}
         self._tasks_with_callback: set[int] = set()
@@ -200,24 +202,25 @@ class UnitScheduler:
 
     def _acquire(self, unit: Unit, phase: Phase) -> None:
         self._unshard(unit)
-        predicted = self._order.visit(phase, unit.index)
-        if predicted is not None:
-            self._read_ahead(self.units[predicted])
+        self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(self.units))
+        for predicted in self._order.visit(phase, unit.index):
+            if not self._read_ahead(self.units[predicted]):
+                break
 
     def _unshard(self, unit: Unit) -> None:
         unit.unshard(self._store)
         self._guard.watch(unit)
 
-    def _read_ahead(self, unit: Unit) -> None:
-        for segment in unit.segments:
-            tier = self._store.plan.segment_tier(segment.index, Section.PARAMETER)
-            if tier is Tier.NVME:
-                self._store.read_ahead_parameters(segment.index)
+    def _read_ahead(self, unit: Unit) -> bool:
+        """Start reading what a unit will need; tell whether slots may be left for the next one."""
+        return all(self._store.read_ahead_parameters(segment.index) for segment in unit.segments)
 
     def _release(self, unit: Unit) -> None:
         if not unit.is_held:
             self._guard.forget(unit)
+            held_bytes = unit.live_bytes
             unit.reshard()
+            self._heap.freed(held_bytes)
 
     def _queue_end_of_task(self) -> None:
         task = torch._C._current_graph_task_id()

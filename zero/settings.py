@@ -27,6 +27,9 @@ class NvmeSettings:
     path: Path
     capacity_bytes: int | None = None
     allow_any_file_system: bool = False
+    read_bytes_per_s: int | None = None
+    write_bytes_per_s: int | None = None
+    """What the drive does, as given; both are known or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,10 @@ class TierSettings:
     host_memory_bytes: int | None = None
     nvme: tuple[NvmeSettings, ...] = ()
     state_format: StateFormat = StateFormat.EXACT
+    measures_bandwidth: bool = False
+    slot_count: int | None = None
+    write_burst: int = 0
+    verify: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,6 +203,15 @@ class Unit:
         return any(not segment.is_in_place for segment in self.segments)
 
     @property
+    def live_bytes(self) -> int:
+        """Bytes of the flat buffers that are in memory now and will be freed."""
+        return sum(
+            segment.flat.untyped_storage().nbytes()
+            for segment in self.segments
+            if not segment.is_in_place
+        )
+
+    @property
     def is_held(self) -> bool:
         """Whether something still needs the full parameters."""
         return bool(self.forward_depth or self.gather_depth or self.backward_tokens)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from aio_ops import Fault, HostArena, SimulatedDisk
-from estimators import ElementType, Section, SlotPlan, StateFormat, Tier, step_traffic
+from estimators import (
+    Budget,
+    ElementType,
+    Section,
+    SlotPlan,
+    StateFormat,
+    Tier,
+    plan_placement,
+    step_traffic,
+)
 from offload import (
     Ledger,
     PageError,
@@ -46,8 +56,6 @@ def resident_contents(
     request = make_request(
         element, parameter_tier=Tier.DEVICE, optimizer_tier=Tier.DEVICE, state_format=state_format
     )
-    from estimators import Budget, plan_placement
-
     store = make_store(plan_placement(request, Budget(0)), SimulatedDisk(0), NOWHERE)
     train(store, steps=3, micro_batches=micro_batches)
     assert store.ledger.snapshot().nvme_read_bytes == 0
@@ -186,17 +194,99 @@ def test_a_step_that_fails_midway_names_what_has_moved() -> None:
     store.close()
 
 
-def test_reads_and_writes_are_in_flight_while_a_sub_group_is_updated() -> None:
-    store = make_store(make_plan(make_request(), 4), SimulatedDisk(0), NOWHERE)
-    train(store, steps=2)
-    events = list(store.ledger.events)
-    last_step = events[max(i for i, event in enumerate(events) if event[0] == "update") - 12 :]
-    updates = [i for i, event in enumerate(last_step) if event[0] == "update"]
-    first, second = updates[:2]
-    between = [name for name, _ in last_step[first:second]]
-    assert "submit write" in between
-    assert "submit read" in [name for name, _ in last_step[:first]] or "submit read" in between
+def events_of_an_update(store: Store) -> list[tuple[str, str]]:
+    train(store, steps=1)
+    for index, segment in enumerate(store.plan.request.segments):
+        store.add_gradient(index, span_of(np.ones(segment.layout(1).shard_numel, np.float32)))
+    assert store.pager is not None
+    store.pager.drain()
+    store.ledger.events.clear()
+    update(store, scalars(2), lambda _: None)
+    return list(store.ledger.events)
+
+
+def test_the_drive_is_busy_through_every_boundary_of_sub_groups() -> None:
+    """Reads of what follows are in flight at each update, across segments too; writes follow."""
+    disk = SimulatedDisk(0, reorder=False)
+    store = make_store(make_plan(make_request(), 4), disk, NOWHERE)
+    in_flight: dict[str, set[str]] = {"read": set(), "write": set()}
+    seen = []
+    for event, record in events_of_an_update(store):
+        match event.split():
+            case ["submit", verb]:
+                in_flight[verb].add(record)
+            case [verb, "done"]:
+                in_flight[verb].discard(record)
+            case ["update"]:
+                seen.append((len(in_flight["read"]), len(in_flight["write"])))
+    assert len(seen) == len(store.plan.sub_groups) > 12
+    assert all(reads for reads, _ in seen[:-1]), seen
+    assert any(writes for _, writes in seen), seen
     store.close()
+
+
+@pytest.mark.parametrize(("slots", "burst"), [(4, 2), (6, 3), (3, 3), (2, 5), (1, 2)])
+def test_bursts_alternate_and_change_no_bits(slots: int, burst: int) -> None:
+    plan = make_plan(make_request(), slots)
+    store = make_store(plan, SimulatedDisk(0, reorder=False), NOWHERE, burst=burst)
+    directions = [
+        event[7:] for event, _ in events_of_an_update(store) if event.startswith("submit")
+    ]
+    runs = [(verb, len(list(each))) for verb, each in itertools.groupby(directions)]
+    if slots >= 2 * burst:  # reads start only when a whole burst is on the disk
+        writes = [count for verb, count in runs[:-1] if verb == "write"]
+        assert set(writes) <= {burst, 2 * burst}
+        reads = [count for verb, count in runs[1:] if verb == "read"]
+        assert max(reads) >= burst
+    store.close()
+    for seed in range(3):
+        store = make_store(plan, SimulatedDisk(seed), NOWHERE, burst=burst)
+        train(store, steps=3, micro_batches=2)
+        assert contents(store) == resident_contents(ElementType.FP32, StateFormat.EXACT, 2)
+        store.close()
+
+
+def test_a_burst_that_is_held_is_not_lost_by_an_interruption() -> None:
+    store = make_store(make_plan(make_request(), 4), SimulatedDisk(0), NOWHERE, burst=3)
+    pager = store.pager
+    assert pager is not None
+    extent = store.plan.sub_groups[0].extent
+    assert extent is not None
+    slot = pager.blank(extent)
+    slot.section(Section.STATE).view()[:3] = b"abc"
+    pager.page_out(slot, STATE)
+    assert slot.state is SlotState.PAGING_OUT
+    pager.reclaim()
+    assert bytes(pager.page_in(extent, STATE).section(Section.STATE).view()[:3]) == b"abc"
+    store.close()
+
+
+@pytest.mark.parametrize("position", range(0, 40, 3))
+def test_a_failed_write_of_a_burst_is_raised(position: int) -> None:
+    disk = SimulatedDisk(position, fault=Fault(position, "eio", repeat=True))
+    store = make_store(make_plan(make_request(), 4), disk, NOWHERE, burst=2)
+    with pytest.raises(PageError, match=r"record \S+\[.*\] \d+: PAGING_(IN|OUT)"):
+        train(store, steps=2)
+    store.close()
+
+
+def test_a_tensor_larger_than_a_slot_streams_in_chunks() -> None:
+    request = make_request(sub_group_numel=1 << 30)
+    plan = plan_placement(request, Budget(40_000))
+    largest = max(numel for segment in request.segments for numel in segment.numels)
+    assert largest * 16 > plan.slots.size_bytes
+    store = make_store(plan, SimulatedDisk(0), NOWHERE)
+    train(store, steps=3, micro_batches=2)
+    assert contents(store) == resident_contents(ElementType.FP32, StateFormat.EXACT, 2)
+    store.close()
+
+
+def test_weights_come_before_moments_in_every_extent() -> None:
+    """Blocks of a transfer go in order of offset, so a record's weights are there first."""
+    for group in make_plan(make_request(ElementType.BF16), 2).sub_groups:
+        assert group.extent is not None
+        offsets = [group.extent.offset_of(each) for each in (Section.PARAMETER, Section.STATE)]
+        assert offsets == sorted(offsets)
 
 
 def test_a_pool_that_is_all_lent_out_says_so() -> None:
@@ -250,5 +340,5 @@ def test_an_interrupted_borrower_gives_its_slots_back() -> None:
     pager.reclaim()
     pager.release(pager.blank(extents[2]))
     with pytest.raises(RuntimeError, match="not lent out"):
-        pager.release(carve_slots(store.host_arena.__class__(4096), SlotPlan(1, 4096))[0])
+        pager.release(carve_slots(HostArena(4096), SlotPlan(1, 4096))[0])
     store.close()

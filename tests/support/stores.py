@@ -64,10 +64,19 @@ def make_plan(request: PlacementRequest, slots: int) -> MemoryPlan:
 
 
 def make_store(
-    plan: MemoryPlan, engine: Engine, directory: Path, kernels: Kernels | None = None
+    plan: MemoryPlan,
+    engine: Engine,
+    directory: Path,
+    kernels: Kernels | None = None,
+    *,
+    burst: int = 0,
+    verify: bool = False,
 ) -> Store:
     """Return an empty store."""
-    return Store(plan, StoreParts(engine, directory, kernels or load_kernels("numpy"), Ledger()))
+    return Store(
+        plan,
+        StoreParts(engine, directory, kernels or load_kernels("numpy"), Ledger(), burst, verify),
+    )
 
 
 def span_of(array: np.ndarray) -> Span:

@@ -104,7 +104,6 @@ def refusal(source: object) -> str:
             'aio.engine: must be "auto", "io_uring", "kernel_aio", "threads" or "python", got',
         ),
         ({"tiers": {"durable": {"name": "run"}}}, 'tiers.durable: {"name": "run"} is not availabl'),
-        ({"tiers": {"verify": True}}, "tiers.verify: true is not available: it is not in this ver"),
         ({"aio": {"use_gds": True}}, "aio.use_gds: true is not available"),
         ({"aio": {"block_size": 5000}}, "aio.block_size: must be a multiple of 4096 from 4096 to"),
         (

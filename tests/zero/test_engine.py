@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import zero
 from aio_ops import open_engine
+from estimators import Tier
 from tests.support.configs import BETAS, EPS, LR, WEIGHT_DECAY, make_config
 from tests.support.observe import digest, full_gradients, full_parameters
 from tests.support.tiny import TinyTransformer, make_batch, make_model
@@ -338,7 +339,7 @@ def test_checkpointed_and_reused_blocks_train_to_the_same_bits(scratch: Path) ->
 def test_the_arena_is_exactly_the_plan(scratch: Path) -> None:
     engine, _, _, _ = zero.initialize(model=make_model(), config=paged(scratch))
     store, plan = engine._runtime.store, engine.plan.memory
-    used = store.host_arena.used_bytes + store.slot_arena.used_bytes
+    used = store.residents.arena_bytes(Tier.HOST) + store.slot_arena.used_bytes
     assert used == plan.host_bytes <= plan.host_budget_bytes
     assert plan.slots.total_bytes > 0
     report = engine.memory_report()

@@ -142,7 +142,7 @@ def test_a_disk_that_fills_later_raises_at_the_write(small_disk: Path) -> None:
     engine, _, _, _ = zero.initialize(model=make_model(), config=paged_config(str(small_disk)))
     engine.backward(engine(*make_batch(0)))
     engine.step()
-    file = engine._runtime.store._file
+    file = engine._runtime.store.swap_file
     assert file is not None
     punch_hole(file.fileno(), file.size_bytes)
     with (small_disk / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError):

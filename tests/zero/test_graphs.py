@@ -148,6 +148,7 @@ def test_outputs_of_any_structure(scratch: Path, kind: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.filterwarnings("ignore:the first step took:RuntimeWarning")
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_loss_that_leaves_a_block_by_the_side(scratch: Path, tier: str) -> None:
     def keep(block: Block, y: torch.Tensor) -> torch.Tensor:
@@ -176,6 +177,7 @@ def test_a_loss_that_leaves_a_block_by_the_side(scratch: Path, tier: str) -> Non
     assert losses[tier] == pytest.approx(losses["plain"], rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:the first step took:RuntimeWarning")
 @pytest.mark.parametrize("tier", TIERS)
 def test_double_backward_gives_the_gradients_of_plain_torch(scratch: Path, tier: str) -> None:
     def penalty(model: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -147,7 +147,13 @@ class ZeroConfig(Document):
         """Return the directories for swap files, `tiers.nvme` first."""
         if self.tiers is not None and self.tiers.nvme:
             return tuple(
-                NvmeSettings(entry.path, entry.capacity, entry.allow_any_file_system)
+                NvmeSettings(
+                    entry.path,
+                    entry.capacity,
+                    entry.allow_any_file_system,
+                    entry.read_bandwidth or entry.write_bandwidth,
+                    entry.write_bandwidth or entry.read_bandwidth,
+                )
                 for entry in self.tiers.nvme
             )
         paths: dict[Path, None] = {}
@@ -163,6 +169,10 @@ class ZeroConfig(Document):
             host_memory_bytes=tiers.host_memory,
             nvme=self.nvme_paths(),
             state_format=StateFormat(tiers.state_format),
+            measures_bandwidth=tiers.measure_bandwidth,
+            slot_count=tiers.slot_count,
+            write_burst=tiers.write_burst,
+            verify=tiers.verify,
         )
 
     def _scheduler_factory(self) -> NamedFactory | None:

@@ -21,9 +21,17 @@ class NvmePath(Section):
     """One directory for swap files."""
 
     path: Annotated[Path, FolderPath()] = key("directory on the drive", default=...)
-    capacity: Annotated[int | None, ByteSize(nullable=True)] = key(
-        "most bytes to use there, shared by the ranks of the node; null is all that is free",
+    capacity: Annotated[int | None, ByteSize(nullable=True, auto=True)] = key(
+        'most bytes to use there, shared by the ranks of the node; null or "auto" is all that is'
+        " free",
         default=None,
+        auto=Auto.MACHINE,
+    )
+    read_bandwidth: Annotated[int | None, ByteSize(nullable=True)] = key(
+        "bytes a second that the drive reads; null is as fast as it writes", default=None
+    )
+    write_bandwidth: Annotated[int | None, ByteSize(nullable=True)] = key(
+        "bytes a second that the drive writes; null is as fast as it reads", default=None
     )
     allow_any_file_system: _SWITCH = key(
         "use the directory even if it lies on a network or memory file system", default=False
@@ -42,6 +50,21 @@ class Tiers(Section):
         auto=Auto.MACHINE,
     )
     nvme: tuple[NvmePath, ...] = key("directories for swap files", default=())
+    slot_count: Annotated[int | None, Integer(nullable=True, minimum=1, maximum=256)] = key(
+        "staging buffers of a rank: one is in use, the others are read ahead or written behind;"
+        " fewer where the budget is small; null chooses",
+        default=None,
+    )
+    write_burst: Annotated[int, Integer(maximum=256)] = key(
+        "sub-groups that are written together, the drive reading in between; up to 1 mixes reads"
+        " and writes",
+        default=0,
+    )
+    measure_bandwidth: _SWITCH = key(
+        "measure at start what the drive reads and writes a second (64 MiB, three times), for the"
+        " placement and the share of the drive's limit in reports",
+        default=False,
+    )
     state_format: Annotated[str, Choice(words=("exact", "fp32"), later=("bf16", "compact"))] = key(
         "how state beside a 16-bit parameter is stored", default="exact"
     )
@@ -54,8 +77,9 @@ class Tiers(Section):
         why=_LATER,
         instead="write false",
     )
-    verify: Annotated[bool, Switch()] = refused(
-        "check a checksum at every page-in", default=False, why=_LATER, instead="write false"
+    verify: _SWITCH = key(
+        "check at every page-in that NVMe gives back the bytes that were written (xxhash)",
+        default=False,
     )
 
 

@@ -1,0 +1,66 @@
+"""The memory of everything that rests on the device or the host."""
+
+from __future__ import annotations
+
+from aio_ops import HostArena, Span
+from estimators import MemoryPlan, Section, SubGroup, Tier
+from estimators.summary import resident_bytes
+
+_MEMORY_TIERS = (Tier.DEVICE, Tier.HOST)
+
+
+class Residents:
+    """One span for each section of a segment: its resident sub-groups, contiguous and in order."""
+
+    def __init__(self, plan: MemoryPlan) -> None:
+        self._plan = plan
+        # Only slots take part in transfers; a forked DataLoader worker may read what is resident.
+        self._arenas = {
+            tier: HostArena(max(self._tier_bytes(tier), 1), inherited=True)
+            for tier in _MEMORY_TIERS
+        }
+        self._spans: dict[tuple[Section, int], Span] = {}
+        self._parts: dict[tuple[Section, int], Span] = {}
+        for tier in _MEMORY_TIERS:
+            for section in Section:
+                for segment in range(len(plan.request.segments)):
+                    self._carve(tier, section, segment)
+
+    def part(self, section: Section, group: SubGroup) -> Span:
+        """Return the memory of one section of a sub-group that rests in memory."""
+        return self._parts[section, group.index]
+
+    def whole(self, section: Section, segment: int) -> Span | None:
+        """Return the memory of a section of a whole segment, or None if some of it is on NVMe."""
+        groups = self._plan.by_segment[segment]
+        if not groups:
+            return Span(0, 0, None)  # only parameters without elements
+        if any((section, group.index) not in self._parts for group in groups):
+            return None
+        return self._spans[section, segment]
+
+    def spans(self, tier: Tier, section: Section) -> list[Span]:
+        """Return all memory of a class on a tier."""
+        return [
+            span
+            for (kind, segment), span in self._spans.items()
+            if kind is section and self._plan.resident_parts(tier, section, segment)
+        ]
+
+    def arena_bytes(self, tier: Tier) -> int:
+        """Return the bytes that were carved on a tier."""
+        return self._arenas[tier].used_bytes
+
+    def _tier_bytes(self, tier: Tier) -> int:
+        return sum(self._plan.resident_section_bytes(tier, section) for section in Section)
+
+    def _carve(self, tier: Tier, section: Section, segment: int) -> None:
+        parts = self._plan.resident_parts(tier, section, segment)
+        if not parts:
+            return
+        span = self._arenas[tier].carve(resident_bytes(sum(size for _, size in parts)))
+        self._spans[section, segment] = span
+        offset = 0
+        for group, size in parts:
+            self._parts[section, group.index] = span.sub(offset, size)
+            offset += size

@@ -1,0 +1,182 @@
+"""Move sections between slots and the swap file: one transfer a slot, failures with their record.
+
+[Note: checksums] With `verify` every section is hashed as it is handed to the drive, padding
+included, and hashed again when it is back, before anybody sees the slot. The hashes are kept in
+memory: they guard what this run has written against the drive and the way to it.
+"""
+
+from __future__ import annotations
+
+import errno
+
+import xxhash
+
+from aio_ops import Engine, Span, TransferError, TransferFile
+from estimators import Extent, Section
+from offload.ledger import Activity, Ledger, Link
+from offload.slots import Slot, SlotState
+
+
+class PageError(OSError):
+    """A page-in or page-out failed; names the record, the extent and what the transfer said."""
+
+
+class CorruptionError(PageError):
+    """A section came back from NVMe with other bytes than were written; nothing has used them."""
+
+
+class SlotTransfers:
+    """Starts and finishes the transfers of slots; whoever calls decides which and when."""
+
+    def __init__(
+        self, engine: Engine, file: TransferFile, ledger: Ledger, *, verify: bool = False
+    ) -> None:
+        self._engine = engine
+        self._file = file
+        self._ledger = ledger
+        self._checksums: dict[tuple[int, Section], int] | None = {} if verify else None
+
+    def start_read(self, slot: Slot, extent: Extent, sections: frozenset[Section]) -> None:
+        """Start filling a free slot.
+
+        Raises:
+            PageError: if the read cannot even be submitted; the slot is free again.
+        """
+        start, size = extent.span(sections)
+        slot.move_to(SlotState.PAGING_IN)
+        slot.extent, slot.sections = extent, sections
+        self._ledger.submitted(Link.READ, extent.name)
+        try:
+            slot.ticket = self._engine.submit_read(
+                self._file, extent.offset + start, slot.span.sub(start, size)
+            )
+        except OSError as error:
+            raise self._read_failed(slot, extent, error) from error
+
+    def finish_read(self, slot: Slot) -> None:
+        """Wait for the read of a slot, if one is under way, and check what it brought.
+
+        Raises:
+            PageError: if the read failed; the slot is free again.
+            CorruptionError: if the bytes are not those that were written; likewise.
+        """
+        if slot.state is not SlotState.PAGING_IN or slot.ticket is None or slot.extent is None:
+            return
+        extent = slot.extent
+        try:
+            slot.ticket.wait()
+        except OSError as error:
+            raise self._read_failed(slot, extent, error) from error
+        slot.ticket = None
+        slot.move_to(SlotState.RESIDENT)
+        self._ledger.completed(Link.READ, extent.name, extent.bytes_of(slot.sections))
+        self._check(slot, extent)
+
+    def abandon_read(self, slot: Slot) -> None:
+        """Forget a read that the engine has finished and nobody waits for."""
+        if slot.state is SlotState.PAGING_IN and slot.ticket is not None and slot.extent:
+            self._ledger.ended(Link.READ, slot.extent.name)
+
+    def start_write(self, slot: Slot) -> None:
+        """Start writing the sections of a slot that is PAGING_OUT.
+
+        Raises:
+            PageError: if the write cannot even be submitted; the slot keeps its bytes.
+        """
+        extent = _extent_of(slot)
+        start, size = extent.span(slot.sections)
+        self._note_checksums(slot, extent)
+        self._ledger.submitted(Link.WRITE, extent.name)
+        try:
+            slot.ticket = self._engine.submit_write(
+                self._file, extent.offset + start, slot.span.sub(start, size)
+            )
+        except OSError as error:
+            raise self._write_failed(slot, extent, error) from error
+
+    def finish_write(self, slot: Slot) -> None:
+        """Wait for the write of a slot; the slot is free then.
+
+        Raises:
+            PageError: if the write failed; the slot keeps its bytes.
+        """
+        if slot.ticket is None:
+            raise RuntimeError(f"slot {slot.index} has no write in flight")
+        extent = _extent_of(slot)
+        try:
+            slot.ticket.wait()
+        except OSError as error:
+            raise self._write_failed(slot, extent, error) from error
+        self._ledger.completed(Link.WRITE, extent.name, extent.bytes_of(slot.sections))
+        slot.clear()
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight; failures stay with their slots."""
+        self._engine.drain()
+
+    def _read_failed(self, slot: Slot, extent: Extent, error: OSError) -> PageError:
+        self._ledger.ended(Link.READ, extent.name)
+        slot.clear()
+        return _page_error(extent, SlotState.PAGING_IN, error)
+
+    def _write_failed(self, slot: Slot, extent: Extent, error: OSError) -> PageError:
+        self._ledger.ended(Link.WRITE, extent.name)
+        slot.move_to(SlotState.RESIDENT)
+        slot.is_leased = True  # never reused: its bytes exist nowhere else
+        return _page_error(extent, SlotState.PAGING_OUT, error)
+
+    def _note_checksums(self, slot: Slot, extent: Extent) -> None:
+        """Hash what is about to be written, see [Note: checksums]."""
+        if self._checksums is None:
+            return
+        with self._ledger.timing(Activity.CHECKSUM):
+            for section in slot.sections:
+                if extent.holds(section):
+                    self._checksums[extent.offset, section] = _checksum(slot.section(section))
+
+    def _check(self, slot: Slot, extent: Extent) -> None:
+        """Compare what was read with what was written, see [Note: checksums]."""
+        if self._checksums is None:
+            return
+        with self._ledger.timing(Activity.CHECKSUM):
+            for section in sorted(slot.sections):
+                written = self._checksums.get((extent.offset, section))
+                if written is None or not extent.holds(section):
+                    continue
+                found = _checksum(slot.section(section))
+                if found != written:
+                    slot.clear()
+                    raise self._corruption(extent, section, written, found)
+
+    def _corruption(
+        self, extent: Extent, section: Section, written: int, found: int
+    ) -> CorruptionError:
+        size = extent.bytes_of(frozenset({section}))[section]
+        return CorruptionError(
+            errno.EIO,
+            f"record {extent.name}: the {section.name.lower()} of Extent(offset={extent.offset},"
+            f" size_bytes={extent.size_bytes}), {size} bytes at offset"
+            f" {extent.offset + extent.offset_of(section)} of {self._file.path}, was written with"
+            f" the checksum {written:016x} and read back with {found:016x}: bits changed on the"
+            " drive or on the way; they were not used. Check the drive, and start again from the"
+            " last checkpoint",
+        )
+
+
+def _checksum(span: Span) -> int:
+    return xxhash.xxh3_64_intdigest(span.view())
+
+
+def _extent_of(slot: Slot) -> Extent:
+    if slot.extent is None:
+        raise RuntimeError(f"slot {slot.index} stages nothing")
+    return slot.extent
+
+
+def _page_error(extent: Extent, state: SlotState, error: OSError) -> PageError:
+    cause = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
+    return PageError(
+        error.errno,
+        f"record {extent.name}: {state.name} of Extent(offset={extent.offset},"
+        f" size_bytes={extent.size_bytes}) failed: {cause}",
+    )

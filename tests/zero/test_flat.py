@@ -1,0 +1,62 @@
+"""Memory, descriptors and threads do not grow with the steps."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zero
+from offload import process_bytes
+from tests.support.configs import make_config
+from tests.support.tiny import make_batch, make_model
+
+MIB = 1 << 20
+
+
+def census() -> tuple[int, int]:
+    """Return the open descriptors and the threads of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
+
+
+def resident_bytes_by_step(engine: zero.ZeroEngine, steps: int) -> list[int]:
+    """Train and return the resident bytes after each step; descriptors and threads stay."""
+    sizes = []
+    before: tuple[int, int] | None = None
+    for step in range(steps):
+        engine.backward(engine(*make_batch(step)))
+        engine.backward(engine(*make_batch(step + 1)))
+        engine.step()
+        sizes.append(process_bytes("VmRSS")["VmRSS"])
+        if step >= 5:
+            before = before or census()
+            assert census() == before, f"step {step}"
+        if step % 10 == 0:
+            engine.ledger.report().json_lines()
+            engine.memory_report()
+    return sizes
+
+
+@pytest.mark.nvme
+@pytest.mark.parametrize("steps", [60, pytest.param(500, marks=pytest.mark.full)])
+def test_steps_leave_nothing_behind(scratch: Path, steps: int) -> None:
+    config: dict[str, Any] = make_config(
+        parameters="nvme",
+        optimizer="nvme",
+        nvme_path=str(scratch),
+        host_memory="60KB",
+        sub_group_size=1024,
+        accumulation=2,
+        clip=0.5,
+    )
+    config["tiers"] |= {"verify": True, "write_burst": 2}
+    engine, _, _, _ = zero.initialize(model=make_model(), config=config)
+    sizes = resident_bytes_by_step(engine, steps)
+    early = statistics.median(sizes[steps // 6 : steps // 3])
+    late = statistics.median(sizes[-steps // 6 :])
+    assert late - early <= 2 * MIB, f"{(late - early) / steps:.0f} bytes a step"
+    assert engine.ledger.snapshot().nvme_write_bytes > 0
+    engine.destroy()

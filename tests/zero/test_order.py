@@ -1,0 +1,71 @@
+"""The recorded order predicts as far as it is known, and never past an update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import zero
+from tests.support.configs import make_config
+from tests.support.tiny import make_batch, make_model
+from zero.order import Phase, RecordedOrder
+
+FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
+PASS = [(FORWARD, 0), (FORWARD, 1), (FORWARD, 2), (BACKWARD, 0), (BACKWARD, 2), (BACKWARD, 1)]
+
+
+def test_a_recorded_pass_is_predicted_to_its_end() -> None:
+    order = RecordedOrder()
+    assert [list(order.visit(*use)) for use in PASS] == [[], [], [], [], [], []]
+    assert [list(order.visit(*use)) for use in PASS] == [
+        [unit for _, unit in PASS[position + 1 :]] for position in range(len(PASS))
+    ]
+
+
+def test_a_changed_order_is_learnt_and_a_cycle_ends() -> None:
+    order = RecordedOrder()
+    for use in PASS:
+        order.visit(*use)
+    order.visit(FORWARD, 0)
+    order.visit(FORWARD, 2)
+    assert next(order.visit(FORWARD, 1)) == 2
+    order = RecordedOrder()
+    for _ in range(3):
+        order.visit(FORWARD, 7)
+    assert list(order.visit(FORWARD, 7)) == [7]
+
+
+@pytest.mark.nvme
+def test_spare_slots_hold_more_than_the_next_unit(scratch: Path) -> None:
+    """While a block is used, the parameters of several following ones are read ahead."""
+    config = make_config(
+        parameters="nvme", optimizer="nvme", nvme_path=str(scratch), host_memory="500KB"
+    )
+    config["zero_optimization"]["offload_param"]["max_in_cpu"] = 0
+    config["tiers"]["slot_count"] = 8
+    engine, _, _, _ = zero.initialize(model=make_model(layers=6), config=config)
+    store = engine._runtime.store
+    ahead: list[int] = []
+    for block in engine.module.blocks:
+        block.register_forward_hook(
+            lambda *_: ahead.append(sum(slot.is_read_ahead for slot in store.slots))
+        )
+    for step in range(2):
+        ahead.clear()
+        engine.backward(engine(*make_batch(step)))
+        engine.step()
+    assert len(ahead) == 6
+    assert max(ahead) >= 3
+    before = engine.ledger.snapshot()
+    engine.backward(engine(*make_batch(2)))
+    moved = engine.ledger.snapshot().minus(before).bytes_by_class["nvme read parameter"]
+    parameters = sum(
+        size
+        for group in engine.plan.memory.sub_groups
+        if group.extent is not None
+        for kind, _, size in group.extent.sections
+        if kind.name == "PARAMETER"
+    )
+    assert moved == 2 * parameters  # forward and backward, nothing read twice
+    engine.destroy()

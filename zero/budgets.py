@@ -1,0 +1,135 @@
+"""One rank's share of what a node gives: budgets as written, or decided from the machine.
+
+[Note: margins of "auto"] `host_memory: "auto"` is 80 % of what the node still has (MemAvailable,
+and no more than any memory cgroup around the process leaves), divided over the node's ranks, less
+what the plan puts on the device, which on a CPU run is host memory too. `capacity: "auto"` is all
+that is free on the drive, without a margin: the space is reserved before training. Both are read
+once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from aio_ops import Engine
+from estimators import (
+    Budget,
+    DriveRates,
+    MemoryPlan,
+    PlacementRequest,
+    Tier,
+    minimum_host_bytes,
+    plan_placement,
+)
+from estimators.placement import in_play_bytes
+from offload import measure_rates
+from zero import machine
+from zero.settings import Settings
+from zero.units import UnitBlueprint
+
+
+def node_budget(
+    request: PlacementRequest, settings: Settings, local_world_size: int
+) -> tuple[Budget, str]:
+    """Return one rank's share of the node's budgets, and where the host budget comes from."""
+    tiers = settings.tiers
+    device = tiers.device_memory_bytes
+    capacity = tiers.nvme[0].capacity_bytes if tiers.nvme else None
+    shares = (
+        device // local_world_size if device is not None else None,
+        capacity // local_world_size if capacity is not None else None,
+    )
+    if tiers.host_memory_bytes is not None:
+        host = tiers.host_memory_bytes // local_world_size
+        return Budget(host, *shares, ranks=local_world_size), "tiers.host_memory"
+    available = machine.available_host_bytes()
+    share = int(available * machine.HOST_MEMORY_MARGIN) // local_world_size
+    host, window = _host_beside_device(request, share)
+    return Budget(host, *shares, ranks=local_world_size), (
+        f"auto: {machine.HOST_MEMORY_MARGIN:.0%} of {available} bytes available (MemAvailable"
+        f" within the cgroups' limits), for each of {local_world_size} ranks, less {window} on the"
+        " device"
+    )
+
+
+def _host_beside_device(request: PlacementRequest, share_bytes: int) -> tuple[int, int]:
+    """Return the host budget that leaves room for the device's line, and that line's bytes.
+
+    The more rests on the host, the less is unsharded at a time.
+    """
+
+    def device_bytes(host_bytes: int) -> int:
+        return plan_placement(request, Budget(host_bytes)).device_bytes
+
+    smallest = minimum_host_bytes(request)
+    everything = max(in_play_bytes(request), smallest)
+    window = device_bytes(everything)
+    if everything + window <= share_bytes:
+        return share_bytes - window, window
+    most = device_bytes(smallest)
+    host = max(share_bytes - most, 0)
+    if host < smallest:
+        return host, most
+    window = device_bytes(host)
+    if device_bytes(share_bytes - window) <= window:
+        return share_bytes - window, window
+    return host, most
+
+
+def warn_if_beyond_machine(plan: MemoryPlan, local_world_size: int) -> None:
+    """Warn if what all ranks of the node will take is more than there is."""
+    wanted = (plan.host_bytes + plan.device_bytes) * local_world_size
+    available = machine.available_host_bytes()
+    if wanted > available:
+        most = plan.host_budget_bytes * local_world_size - (wanted - available)
+        advice = (
+            f"set tiers.host_memory to at most {most}"
+            if most >= minimum_host_bytes(plan.request) * local_world_size
+            else "use fewer ranks on this node, or smaller units"
+        )
+        warnings.warn(
+            f"the plan takes {wanted} bytes of host memory on this node, device included, but"
+            f" {available} are available (MemAvailable within the cgroups' limits): the process"
+            f" may be killed; {advice}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def drive_rates(settings: Settings, engine: Engine, local_world_size: int) -> DriveRates | None:
+    """Return one rank's share of what the drive does, as given or measured by all ranks at once."""
+    nvme = settings.tiers.nvme[0] if settings.tiers.nvme else None
+    if nvme is None:
+        return None
+    if nvme.read_bytes_per_s is not None and nvme.write_bytes_per_s is not None:
+        return DriveRates(
+            nvme.read_bytes_per_s / local_world_size,
+            nvme.write_bytes_per_s / local_world_size,
+            "given",
+        )
+    pages = Tier.NVME in (settings.parameter_offload.tier, settings.optimizer_offload.tier)
+    if settings.tiers.measures_bandwidth and pages:
+        return measure_rates(engine, nvme.path)
+    return None
+
+
+def start_bytes(units: Sequence[UnitBlueprint], world_size: int) -> int:
+    """Return the most bytes that setting the parameters takes: see `zero/materialize.py`.
+
+    Of a model on `meta` the root unit and one other have their values at once, in the model's own
+    type, and one tensor is checked at a time. A segment's shard passes through fp32 as a whole;
+    with several ranks a tensor is copied to be broadcast.
+    """
+    tensors = [
+        [member.parameter for _, members in unit.segments for member in members] for unit in units
+    ]
+    own = [
+        sum(each.numel() * each.element_size() for each in unit if each.is_meta) for unit in tensors
+    ]
+    checked = max((each.numel() for unit in tensors for each in unit if each.is_meta), default=0)
+    shards = [spec.layout(world_size).shard_numel for unit in units for spec, _ in unit.segments]
+    sent = max((each.numel() * each.element_size() for unit in tensors for each in unit), default=0)
+    fresh = own[0] + max(own[1:], default=0) if own else 0
+    passing = 4 * max(shards, default=0) + (sent if world_size > 1 else 0)
+    return fresh + max(checked, passing)

@@ -1,0 +1,142 @@
+"""What the plan said and what memory and disk really hold, by category and tier."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from estimators import MemoryPlan, Section, Tier
+from estimators.summary import COLLECTIVE_SCRATCH, GRADIENT_SCRATCH, LIVE_PARAMETERS, START_EXCESS
+from offload import Store, disk_bytes, process_bytes, resident_set_bytes
+from zero.unit import Unit
+
+FILE_SLACK_BYTES = 1 << 20
+"""What a file system may add to a swap file for its own tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLine:
+    """One category on one tier: the bytes that were planned and those that are there."""
+
+    tier: Tier
+    what: str
+    planned_bytes: int
+    actual_bytes: int | None
+    """None where nothing can be measured: not yet, on a simulated disk, inside a library."""
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether more is there than was planned."""
+        slack = FILE_SLACK_BYTES if self.tier is Tier.NVME else 0
+        return self.actual_bytes is not None and self.actual_bytes > self.planned_bytes + slack
+
+
+def live_parameter_bytes(units: Iterable[Unit]) -> int:
+    """Return the bytes of the flat buffers that a forward or a backward holds at this moment."""
+    return sum(unit.live_bytes for unit in units if unit.forward_depth or unit.backward_tokens)
+
+
+def memory_lines(plan: MemoryPlan, store: Store) -> list[MemoryLine]:
+    """Compare every line of the plan with what the kernel says of the store.
+
+    Peaks of what comes and goes are those that the ledger has seen.
+    """
+    peaks = store.ledger.peaks
+    lines = [
+        MemoryLine(
+            tier,
+            f"{section.name.lower()}s resident",
+            plan.resident_section_bytes(tier, section),
+            resident_set_bytes(store.residents.spans(tier, section)),
+        )
+        for tier in (Tier.DEVICE, Tier.HOST)
+        for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)
+    ]
+    lines += [
+        MemoryLine(
+            Tier.DEVICE, LIVE_PARAMETERS, plan.live_parameter_bytes, peaks.get(LIVE_PARAMETERS)
+        ),
+        MemoryLine(
+            Tier.DEVICE,
+            GRADIENT_SCRATCH,
+            plan.gradient_scratch_bytes,
+            peaks.get(GRADIENT_SCRATCH),
+        ),
+        MemoryLine(Tier.DEVICE, COLLECTIVE_SCRATCH, plan.collective_scratch_bytes, None),
+        MemoryLine(Tier.DEVICE, START_EXCESS, plan.start_excess_bytes, None),
+        MemoryLine(
+            Tier.HOST,
+            "slots",
+            plan.slots.total_bytes,
+            resident_set_bytes(slot.span for slot in store.slots),
+        ),
+        MemoryLine(Tier.NVME, "swap file", plan.swap_file_bytes, disk_bytes(store.swap_file)),
+    ]
+    return [line for line in lines if line.planned_bytes or line.actual_bytes]
+
+
+def warn_if_exceeded(lines: Sequence[MemoryLine]) -> None:
+    """Warn of every category that took more than was planned, by name and with both numbers."""
+    for line in lines:
+        if line.exceeds:
+            warnings.warn(
+                f"the first step took {line.actual_bytes} bytes of {line.tier.value} memory for"
+                f" {line.what}, but {line.planned_bytes} were planned; the budget may be exceeded:"
+                " lower tiers.host_memory by the difference, or look for what holds several units"
+                " at once",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+def memory_report(plan: MemoryPlan, store: Store, *, baseline_bytes: int) -> dict[str, Any]:
+    """Return planned and actual bytes by category and tier, and those of the whole process.
+
+    Args:
+        plan: the plan of this rank.
+        store: what was allocated from it.
+        baseline_bytes: resident bytes of the process before anything was allocated.
+    """
+    process = process_bytes("VmRSS", "VmHWM", "VmLck", "VmPin")
+    return {
+        "lines": [
+            {
+                "tier": line.tier.value,
+                "what": line.what,
+                "planned_bytes": line.planned_bytes,
+                "actual_bytes": line.actual_bytes,
+            }
+            for line in memory_lines(plan, store)
+        ],
+        "process": {
+            "rss_at_start_bytes": baseline_bytes,
+            "rss_bytes": process["VmRSS"],
+            "peak_rss_bytes": process["VmHWM"],
+            "locked_bytes": process["VmLck"] + process["VmPin"],
+        },
+    }
+
+
+def memory_table(report: dict[str, Any]) -> Table:
+    """Return a memory report as a table for people."""
+    table = Table(title="Memory of this rank", title_justify="left")
+    table.add_column("tier")
+    table.add_column("what")
+    table.add_column("planned", justify="right")
+    table.add_column("actual", justify="right")
+    for line in report["lines"]:
+        actual = line["actual_bytes"]
+        table.add_row(
+            line["tier"],
+            line["what"],
+            f"{line['planned_bytes']:,}",
+            "-" if actual is None else f"{actual:,}",
+        )
+    table.add_section()
+    for name, size in report["process"].items():
+        table.add_row("", name.removesuffix("_bytes").replace("_", " "), "", f"{size:,}")
+    return table
