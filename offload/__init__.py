@@ -10,6 +10,14 @@ from offload.kernels import (
 )
 from offload.ledger import Activity, Ledger, LedgerSnapshot, Link
 from offload.pager import PageError, Pager, PagerFailedError, PagerState
+from offload.ranges import (
+    Field,
+    ShardReader,
+    field_dtype,
+    has_field,
+    read_range,
+    write_range,
+)
 from offload.slots import Slot, SlotState, carve_slots
 from offload.step import update
 from offload.store import Store, StoreParts
@@ -18,6 +26,7 @@ from offload.write import write_parameters
 __all__ = [
     "Activity",
     "AdamWScalars",
+    "Field",
     "Kernels",
     "Ledger",
     "LedgerSnapshot",
@@ -26,6 +35,7 @@ __all__ = [
     "Pager",
     "PagerFailedError",
     "PagerState",
+    "ShardReader",
     "Slot",
     "SlotState",
     "Store",
@@ -33,11 +43,15 @@ __all__ = [
     "array_at",
     "carve_slots",
     "copy_bytes",
+    "field_dtype",
+    "has_field",
     "load_kernels",
     "native_available",
     "native_unavailable_reason",
+    "read_range",
     "tensor_at",
     "tensor_span",
     "update",
     "write_parameters",
+    "write_range",
 ]

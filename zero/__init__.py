@@ -1,27 +1,59 @@
 """ZeRO stage 3 with parameters, gradients and optimizer state paged between tiers."""
 
-from zero.comm import init_distributed
+from zero.comm import RankError, init_distributed
 from zero.compatibility import initialize
 from zero.config import ZeroConfig, load_config
 from zero.engine import ZeroEngine
-from zero.errors import ConfigError, PlanError
+from zero.errors import ConfigError, PlanError, ShardedAccessError
+from zero.fragments import (
+    ParameterState,
+    iterate_states,
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
 from zero.gather import GatheredParameters
 from zero.optimizer import ZeroOptimizer
-from zero.parameter import ShardedAccessError
 from zero.planning import Plan, plan_memory, plan_table
 
 __all__ = [
     "ConfigError",
     "GatheredParameters",
+    "ParameterState",
     "Plan",
     "PlanError",
+    "RankError",
     "ShardedAccessError",
     "ZeroConfig",
     "ZeroEngine",
     "ZeroOptimizer",
     "init_distributed",
     "initialize",
+    "iterate_states",
     "load_config",
     "plan_memory",
     "plan_table",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
 ]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload import Ledger, update, write_parameters
+from offload import Ledger, update
 from zero.errors import ConfigError
 from zero.hooks import ModuleHook
 from zero.integrity import check_model, managed_parameters
@@ -227,10 +227,7 @@ class ZeroEngine(nn.Module):
         scalars = optimizer.scalars(self._updates + 1, coefficient / self.loss_scaler.cur_scale)
         segments = self._runtime.segments
         for segment in segments:
-            if segment.is_in_place and segment.changed():  # [Note: whoever writes a parameter ...]
-                segment.collect_strays()
-                masters = segment.flat.float().clone().numpy()
-                write_parameters(self._runtime.store, segment.index, masters)
+            segment.commit(self._runtime.store)
         update(self._runtime.store, scalars, lambda index: segments[index].forget_values())
         for segment in segments:
             segment.accept_changes()
@@ -273,6 +270,8 @@ class ZeroEngine(nn.Module):
     def _restart_window(self) -> None:
         """Begin a new accumulation window with no gradients."""
         self._runtime.store.drop_gradients()
+        for segment in self._runtime.segments:
+            segment.dropped_gradients.clear()
         self._micro_batches = 0
         self._forward_pending = self._window_saw_forward = False
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from offload import write_parameters
-from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference
+from zero.parameter import reference_of
 from zero.runtime import Runtime
+from zero.source import StoreSource
 from zero.unit import Segment, Unit
 
 
@@ -40,15 +41,10 @@ class GatheredParameters:
         if not enabled:
             return
         for parameter in chosen:
-            reference = getattr(parameter, REFERENCE_ATTRIBUTE, None)
-            if isinstance(reference, ParameterReference):
-                runtime = reference.owner()
-                if runtime is None or runtime.store.is_closed:
-                    raise RuntimeError(
-                        f"the engine of parameter {reference.name} is destroyed or gone, and the"
-                        " sharded values with it"
-                    )
-                unit = runtime.units[reference.unit_index]
+            reference = reference_of(parameter)
+            if reference is not None and isinstance(reference.source, StoreSource):
+                runtime = reference.source.runtime
+                unit = runtime.units[reference.source.unit_index]
                 if all(unit is not other for _, other in self._units):
                     self._units.append((runtime, unit))
         for runtime, _ in self._units:

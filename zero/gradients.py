@@ -18,6 +18,7 @@ from offload.arrays import torch_dtype
 from offload.ledger import Activity
 from zero.comm import Communicator
 from zero.hooks import ModuleHook
+from zero.parameter import take_gradient
 from zero.unit import Segment
 
 
@@ -111,15 +112,14 @@ class GradientReducer:
 
     def _arrive(self, segment: Segment, position: int, parameter: torch.Tensor) -> None:
         if not segment.spec.trainable:
-            parameter.grad = None
+            take_gradient(parameter)
             return
         if self._on_arrival is not None:
             self._on_arrival()
         self._collect(segment, position, parameter)
 
     def _collect(self, segment: Segment, position: int, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        parameter.grad = None
+        gradient = take_gradient(parameter)
         if gradient is None:
             return
         scratch = self._scratch.get(segment.index)
@@ -150,8 +150,19 @@ class GradientReducer:
             shard = self._communicator.reduce_scatter_in_place(scratch)
             if self._communicator.world_size > 1:
                 shard.div_(self._communicator.world_size)
+        segment.dropped_gradients.clear()
+        self._store.add_gradient(segment.index, tensor_span(shard))
+        self._note_squares(segment, shard)
+
+    def measure(self, segment: Segment) -> None:
+        """Take the norm of a segment's gradients anew: somebody has set them."""
+        shard = torch.zeros(segment.layout.shard_numel, dtype=torch_dtype(segment.spec.gradient))
+        if shard.numel():
+            self._store.read_gradient(segment.index, tensor_span(shard))
+        self._note_squares(segment, shard)
+
+    def _note_squares(self, segment: Segment, shard: torch.Tensor) -> None:
         span = tensor_span(shard)
-        self._store.add_gradient(segment.index, span)
         element_bytes = segment.spec.gradient.size_bytes
         squares = dict.fromkeys(range(len(segment.members)), 0.0)
         for piece in segment.pieces:

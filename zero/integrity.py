@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from zero.parameter import raw_gradient
 from zero.runtime import Runtime
 from zero.unit import Segment
 
@@ -53,7 +54,7 @@ def check_model(model: nn.Module, managed: Mapping[int, str], segments: Sequence
                     " gradient now; it has no optimizer state: make it trainable before"
                     " zero.initialize, and freeze it afterwards"
                 )
-            if member.parameter.grad is not None:
+            if raw_gradient(member.parameter) is not None:
                 raise RuntimeError(
                     f"parameter {member.name} has a .grad that did not come from a backward of"
                     " this engine and would be ignored; gradients live in the engine's shards:"

@@ -14,8 +14,10 @@ from torch import nn
 from offload import Store, write_parameters
 from zero.comm import Communicator
 from zero.errors import ConfigError
+from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference
 from zero.runtime import Runtime
-from zero.unit import Segment
+from zero.source import StoreSource
+from zero.unit import Segment, Unit
 
 InitFunction = Callable[[nn.Module], object]
 
@@ -61,6 +63,13 @@ def seal_segment(segment: Segment, store: Store, communicator: Communicator) -> 
     segment.attach(store)
 
 
+def refer(runtime: Runtime, unit: Unit, segment: Segment) -> None:
+    """Hang on the parameters of a segment where their values come from."""
+    for position, member in enumerate(segment.members):
+        source = StoreSource(runtime, segment, position, unit)
+        setattr(member.parameter, REFERENCE_ATTRIBUTE, ParameterReference(source))
+
+
 def seal_units(runtime: Runtime, init_fn: InitFunction | None) -> None:
     """Materialise and seal every unit, the root unit last because it may own shared parameters."""
     visited: set[int] = set()
@@ -68,7 +77,7 @@ def seal_units(runtime: Runtime, init_fn: InitFunction | None) -> None:
         materialize_modules(unit.module, visited, init_fn)
         for segment in unit.segments:
             seal_segment(segment, runtime.store, runtime.communicator)
-        unit.refer(runtime)
+            refer(runtime, unit, segment)
     with torch.no_grad():
         for buffer in runtime.units[0].module.buffers():
             if runtime.communicator.world_size > 1:

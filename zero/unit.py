@@ -9,18 +9,17 @@ storage to zero frees them too, and filling it again revives them.
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from estimators import FlatLayout, Piece, SegmentSpec, shard_pieces
-from offload import Ledger, Store, tensor_at, tensor_span
+from offload import Ledger, Store, tensor_at, tensor_span, write_parameters
 from offload.arrays import torch_dtype
 from offload.ledger import Activity
 from zero.comm import Communicator
-from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference, ShardedParameter
+from zero.parameter import ShardedParameter
 from zero.units import ManagedParameter
 
 
@@ -57,6 +56,8 @@ class Segment:
         self.is_in_place = False
         self.flat = torch.empty(0, dtype=torch_dtype(spec.element))  # [padded numel] once attached
         self._communicator = communicator
+        self.dropped_gradients: set[int] = set()
+        """Positions whose gradient was set to None since the segment last got gradients."""
         self._versions: list[int] = []
         self._use_count = 0
 
@@ -152,6 +153,20 @@ class Segment:
         """Take the current values as unchanged."""
         self._versions = self.versions
 
+    def commit(self, store: Store) -> None:
+        """Take over what a user changed in place: parameters whose flat buffer is the shard."""
+        if self.is_in_place and self.changed():  # [Note: whoever writes a parameter ...]
+            self.collect_strays()
+            write_parameters(store, self.index, self.flat.float().clone().numpy())
+            self.accept_changes()
+
+    def forget_value(self, position: int) -> None:
+        """Tell autograd that one parameter changed, and take the change as known."""
+        parameter = self.members[position].parameter
+        torch.autograd.graph.increment_version([parameter])
+        if self._versions:
+            self._versions[position] = parameter._version
+
     def forget_values(self) -> None:
         """Tell autograd that the values changed: a graph that saved the old ones must not run."""
         torch.autograd.graph.increment_version(self.parameters)
@@ -201,6 +216,11 @@ class Unit:
     def moves(self) -> bool:
         """Whether anything of this unit is ever freed."""
         return any(not segment.is_in_place for segment in self.segments)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the full parameters are in memory and count."""
+        return self.state is UnitState.UNSHARDED
 
     @property
     def is_held(self) -> bool:
@@ -256,16 +276,6 @@ class Unit:
                 " unsharded, and the change is lost; change them inside"
                 " `with zero.GatheredParameters(parameters, modifier_rank=0):`"
             )
-
-    def refer(self, owner: object) -> None:
-        """Hang a weak reference to `owner`, the runtime, on the parameters of this unit."""
-        for segment in self.segments:
-            for member in segment.members:
-                setattr(
-                    member.parameter,
-                    REFERENCE_ATTRIBUTE,
-                    ParameterReference(member.name, self.name, weakref.ref(owner), self.index),
-                )
 
 
 def _use_count(flat: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 
@@ -73,9 +74,66 @@ def unused_everywhere(path: str, rank: int) -> str:
     return found
 
 
+def touches(path: str, rank: int) -> str:
+    """Read, write, initialise and differentiate sharded weights outside a forward."""
+    engine, _, _, _ = zero.initialize(model=make_model(), config=config(path))
+    weight, plain = engine.module.blocks[0].up.weight, make_model().blocks[0].up.weight
+    said = []
+    with torch.no_grad():
+        said.append(("read", torch.equal(weight, plain)))
+        weight.data[3].fill_(float(rank + 7))
+        plain[3].fill_(7.0)
+        said.append(("write", torch.equal(weight, plain)))
+        torch.manual_seed(rank)
+        torch.nn.init.normal_(weight)
+        torch.manual_seed(0)
+        said.append(("init", torch.equal(weight, torch.nn.init.normal_(plain))))
+    ((rank + 1) * weight.square()).sum().backward()
+    said.append(("gradient", torch.equal(weight.grad, 3 * plain.detach())))
+    local = zero.safe_get_local_fp32_param(weight)
+    assert local is not None
+    count = engine._runtime.communicator.gather_rows(torch.tensor([local.numel()])).sum()
+    said.append(("local", int(count) == weight.numel()))
+    found = " ".join(f"{what} {int(good)}" for what, good in said)
+    found += f" {digest(full_parameters(engine))[:12]}"
+    engine.destroy()
+    return found
+
+
+def different_touches(engine: zero.ZeroEngine, rank: int) -> None:
+    """Read another weight on each rank."""
+    engine.module.blocks[rank].up.weight.sum()
+
+
+def touch_on_one_rank(engine: zero.ZeroEngine, rank: int) -> None:
+    """Read a weight on rank 0 alone."""
+    engine._runtime.communicator.join_timeout_s = 2.0
+    if rank == 0:
+        engine.module.blocks[0].up.weight.sum()
+
+
+def touching(path: str, rank: int) -> str:
+    """Run all cases of touches on one launch; the last leaves the ranks apart."""
+    said = [touches(path, rank)]
+    engine, _, _, _ = zero.initialize(model=make_model(), config=config(path))
+    for case in (different_touches, touch_on_one_rank):
+        try:
+            case(engine, rank)
+            said.append("ran")
+        except zero.RankError as error:
+            said.append(f"RankError {error}".replace("\n", " "))
+    return " | ".join(said)
+
+
 CASES: dict[str, Callable[[str, int], str]] = {
     case.__name__: case
-    for case in (different_order, different_models, different_seeds, unused_everywhere)
+    for case in (
+        different_order,
+        different_models,
+        different_seeds,
+        unused_everywhere,
+        touching,
+    )
 }
 
 
@@ -90,7 +148,8 @@ def main() -> None:
         outcome = f"RuntimeError {error}"
     sys.stdout.write(f"{rank}: {outcome}\n")
     sys.stdout.flush()
-    torch.distributed.barrier()
+    with contextlib.suppress(RuntimeError):  # ranks that are apart after a refusal
+        torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
