@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import nn
 from offload import Ledger, update
 from zero.errors import ConfigError
 from zero.hooks import ModuleHook
-from zero.integrity import check_model, managed_parameters
+from zero.integrity import adopt_replaced, check_model, find_slots, managed_parameters
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Plan
@@ -67,6 +67,7 @@ class ZeroEngine(nn.Module):
         self._destroyed = False
         self._owns_group = owns_group
         self._managed = {id(each): name for name, each in managed_parameters(runtime).items()}
+        self._slots = find_slots(module, runtime)
         # No part holds the engine: it is given back as soon as its user drops it.
         runtime.scheduler.on_backward_end = ModuleHook(self._count_micro_batch)
         runtime.scheduler.on_backward_failure = ModuleHook(self._restart_window)
@@ -137,6 +138,7 @@ class ZeroEngine(nn.Module):
         if self.optimizer is None:
             raise ConfigError("this engine has no optimizer; it cannot step")
         self._runtime.scheduler.recover()
+        adopt_replaced(self._slots)
         check_model(self.module, self._managed, self._runtime.segments)
         if self._micro_batches < self.gradient_accumulation_steps():
             return
@@ -205,6 +207,18 @@ class ZeroEngine(nn.Module):
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "an engine cannot be copied: its state lives in files and pinned memory; copy"
+            " engine.module, which gives a plain model with the full values"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "an engine cannot be pickled: its state lives in files and pinned memory; pickle"
+            " engine.module, or save engine.module.state_dict()"
+        )
+
     def __getattr__(self, name: str) -> Any:
         """Look up what the engine lacks on the model."""
         if name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
@@ -264,6 +278,7 @@ class ZeroEngine(nn.Module):
     def _note_forward(self, _module: nn.Module, _args: Any) -> None:
         """Remember that a micro-batch is under way."""
         self._runtime.scheduler.recover_if_idle()
+        adopt_replaced(self._slots)
         if torch.is_grad_enabled():
             self._forward_pending = self._window_saw_forward = True
 

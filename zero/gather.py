@@ -37,6 +37,7 @@ class GatheredParameters:
         self._modifier_rank = modifier_rank
         self._units: list[tuple[Runtime, Unit]] = []
         self._versions: dict[int, list[int]] = {}
+        self._checksums: dict[int, list[int]] = {}
         self._snapshots: dict[int, torch.Tensor] = {}
         if not enabled:
             return
@@ -47,6 +48,11 @@ class GatheredParameters:
                 unit = runtime.units[reference.source.unit_index]
                 if all(unit is not other for _, other in self._units):
                     self._units.append((runtime, unit))
+        self._units.sort(key=lambda pair: pair[1].index)
+        self._check_rank()
+
+    def _check_rank(self) -> None:
+        modifier_rank = self._modifier_rank
         for runtime, _ in self._units:
             if (
                 modifier_rank is not None
@@ -56,9 +62,11 @@ class GatheredParameters:
                     f"modifier_rank {modifier_rank} is not a rank of a world of"
                     f" {runtime.communicator.world_size}"
                 )
-        self._units.sort(key=lambda pair: pair[1].index)
 
     def __enter__(self) -> Self:
+        for runtime in {id(runtime): runtime for runtime, _ in self._units}.values():
+            names = ", ".join(unit.name for _, unit in self._units)
+            runtime.communicator.join(f"gathering the parameters of units {names}")
         held = []
         try:
             for runtime, unit in self._units:
@@ -70,8 +78,10 @@ class GatheredParameters:
             raise
         for _, segment in self._segments():
             self._versions[id(segment)] = segment.versions
-            if segment.is_in_place and self._modifier_rank is None:
-                self._snapshots[id(segment)] = segment.flat.clone()
+            if self._modifier_rank is None:
+                self._checksums[id(segment)] = segment.checksums()
+                if segment.is_in_place:
+                    self._snapshots[id(segment)] = segment.flat.clone()
         return self
 
     def __exit__(
@@ -87,6 +97,8 @@ class GatheredParameters:
                     _write_back(runtime, segment, self._modifier_rank)
                     continue
                 changed = segment.changed(self._versions[id(segment)])
+                if not changed and id(segment) in self._checksums:
+                    changed = segment.differing(self._checksums[id(segment)])
                 if changed:
                     lost.extend(member.name for member in changed)
                     self._undo(runtime, segment)

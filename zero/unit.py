@@ -9,6 +9,7 @@ storage to zero frees them too, and filling it again revives them.
 from __future__ import annotations
 
 import enum
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,10 @@ from offload.ledger import Activity
 from zero.comm import Communicator
 from zero.parameter import ShardedParameter
 from zero.units import ManagedParameter
+
+AUDITED_WINDOWS = 3
+"""Windows of a segment whose values are summed up before and after: a write through `.data` moves
+no version counter."""
 
 
 class UnitState(enum.Enum):
@@ -59,6 +64,8 @@ class Segment:
         self.dropped_gradients: set[int] = set()
         """Positions whose gradient was set to None since the segment last got gradients."""
         self._versions: list[int] = []
+        self._checksums: list[int] = []
+        self._audits_left = AUDITED_WINDOWS
         self._use_count = 0
 
     @property
@@ -100,6 +107,8 @@ class Segment:
             for parameter in self.parameters:
                 parameter.__class__ = nn.Parameter
             self._use_count = _use_count(self.flat)
+            self._checksums = self.checksums() if self._audits_left > 0 else []
+            self._audits_left -= 1
         self._versions = self.versions
 
     def hide(self) -> None:
@@ -121,10 +130,30 @@ class Segment:
     def changed(self, since: Sequence[int] | None = None) -> list[ManagedParameter]:
         """Return the parameters written in place since they were exposed, or since `versions`."""
         versions = self._versions if since is None else since
-        return [
+        moved = [
             member
             for member, version in zip(self.members, versions, strict=True)
             if member.parameter._version != version or self._has_strayed(member)
+        ]
+        if moved or since is not None or not self._checksums:
+            return moved
+        return self.differing(self._checksums)
+
+    def checksums(self) -> list[int]:
+        """Return a checksum of the values of each parameter."""
+        memory = tensor_span(self.flat).view() if self.flat.numel() else memoryview(b"")
+        size = self.flat.element_size()
+        return [
+            zlib.crc32(memory[offset * size : (offset + numel) * size])
+            for offset, numel in zip(self.layout.offsets, self.layout.numels, strict=True)
+        ]
+
+    def differing(self, checksums: Sequence[int]) -> list[ManagedParameter]:
+        """Return the parameters whose values have another checksum now."""
+        return [
+            member
+            for member, old, new in zip(self.members, checksums, self.checksums(), strict=True)
+            if old != new
         ]
 
     def collect_strays(self) -> None:
@@ -152,6 +181,7 @@ class Segment:
     def accept_changes(self) -> None:
         """Take the current values as unchanged."""
         self._versions = self.versions
+        self._checksums = []
 
     def commit(self, store: Store) -> None:
         """Take over what a user changed in place: parameters whose flat buffer is the shard."""
@@ -166,6 +196,7 @@ class Segment:
         torch.autograd.graph.increment_version([parameter])
         if self._versions:
             self._versions[position] = parameter._version
+        self._checksums = []
 
     def forget_values(self) -> None:
         """Tell autograd that the values changed: a graph that saved the old ones must not run."""
