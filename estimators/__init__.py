@@ -2,6 +2,7 @@
 
 from estimators.formats import ElementType, StateField, StateFormat, record_layout
 from estimators.layout import (
+    SHARD_ALIGNMENT_NUMEL,
     FlatLayout,
     Piece,
     align_up,
@@ -16,6 +17,7 @@ from estimators.segments import PlacementRequest, SegmentSpec, Tier
 from estimators.summary import MemoryPlan, PlanRow, SlotPlan, StepTraffic, step_traffic
 
 __all__ = [
+    "SHARD_ALIGNMENT_NUMEL",
     "Budget",
     "ElementType",
     "Extent",

@@ -19,6 +19,7 @@ from offload.ranges import (
     write_range,
 )
 from offload.slots import Slot, SlotState, carve_slots
+from offload.spool import Spool, SpooledArray
 from offload.step import update
 from offload.store import Store, StoreParts
 from offload.write import write_parameters
@@ -38,6 +39,8 @@ __all__ = [
     "ShardReader",
     "Slot",
     "SlotState",
+    "Spool",
+    "SpooledArray",
     "Store",
     "StoreParts",
     "array_at",

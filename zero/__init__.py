@@ -23,12 +23,14 @@ from zero.fragments import (
     safe_update_full_grad_vectorized,
 )
 from zero.gather import GatheredParameters
+from zero.init_context import Init
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Plan, plan_memory, plan_table
 
 __all__ = [
     "ConfigError",
     "GatheredParameters",
+    "Init",
     "ParameterState",
     "Plan",
     "PlanError",

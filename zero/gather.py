@@ -9,7 +9,8 @@ from typing import Self
 import torch
 from torch import nn
 
-from offload import write_parameters
+from offload import Field, write_parameters
+from zero.nursery import NurserySource
 from zero.parameter import reference_of
 from zero.runtime import Runtime
 from zero.source import StoreSource
@@ -36,6 +37,9 @@ class GatheredParameters:
         chosen = [params] if isinstance(params, torch.Tensor) else list(params)
         self._modifier_rank = modifier_rank
         self._units: list[tuple[Runtime, Unit]] = []
+        self._alone: list[NurserySource] = []
+        """Parameters that no engine has yet."""
+        self._before: dict[int, torch.Tensor] = {}
         self._versions: dict[int, list[int]] = {}
         self._checksums: dict[int, list[int]] = {}
         self._snapshots: dict[int, torch.Tensor] = {}
@@ -43,9 +47,12 @@ class GatheredParameters:
             return
         for parameter in chosen:
             reference = reference_of(parameter)
-            if reference is not None and isinstance(reference.source, StoreSource):
-                runtime = reference.source.runtime
-                unit = runtime.units[reference.source.unit_index]
+            source = reference.source if reference is not None else None
+            if isinstance(source, NurserySource) and source not in self._alone:
+                self._alone.append(source)
+            if isinstance(source, StoreSource):
+                runtime = source.runtime
+                unit = runtime.units[source.unit_index]
                 if all(unit is not other for _, other in self._units):
                     self._units.append((runtime, unit))
         self._units.sort(key=lambda pair: pair[1].index)
@@ -67,6 +74,7 @@ class GatheredParameters:
         for runtime in {id(runtime): runtime for runtime, _ in self._units}.values():
             names = ", ".join(unit.name for _, unit in self._units)
             runtime.communicator.join(f"gathering the parameters of units {names}")
+        self._open_alone()
         held = []
         try:
             for runtime, unit in self._units:
@@ -75,6 +83,8 @@ class GatheredParameters:
         except BaseException:
             for runtime, unit in held:
                 runtime.scheduler.drop(unit)
+            for source in self._alone:
+                source.close()
             raise
         for _, segment in self._segments():
             self._versions[id(segment)] = segment.versions
@@ -92,6 +102,7 @@ class GatheredParameters:
     ) -> None:
         lost: list[str] = []
         try:
+            lost.extend(self._close_alone(keep=kind is None))
             for runtime, segment in self._segments():
                 if self._modifier_rank is not None and kind is None:
                     _write_back(runtime, segment, self._modifier_rank)
@@ -111,6 +122,34 @@ class GatheredParameters:
                 " block, where the change would be lost; pass modifier_rank=0 to keep it"
             )
 
+    def _open_alone(self) -> None:
+        """Put parameters that no engine has yet into memory."""
+        if self._alone:
+            names = ", ".join(source.name for source in self._alone)
+            self._alone[0].communicator.join(f"gathering parameters {names}")
+        for source in self._alone:
+            source.open()
+            if self._modifier_rank is None:
+                self._before[id(source)] = source.parameter.detach().clone()
+
+    def _close_alone(self, *, keep: bool) -> list[str]:
+        """Write parameters that no engine has yet back, and return names of lost changes."""
+        lost = []
+        for source in self._alone:
+            values = source.parameter.data
+            if values.shape != source.shape or values.dtype != source.dtype(Field.PARAMETER):
+                lost.append(source.name)
+                source.close()
+                continue
+            before = self._before.get(id(source))
+            if before is not None and not _same_bits(before, values):
+                lost.append(source.name)
+                values.copy_(before)
+            elif before is None and keep:
+                source.write(values, source_rank=self._modifier_rank or 0)
+            source.close()
+        return lost
+
     def _segments(self) -> Iterator[tuple[Runtime, Segment]]:
         for runtime, unit in self._units:
             for segment in unit.segments:
@@ -124,6 +163,12 @@ class GatheredParameters:
             segment.flat.copy_(snapshot)
         segment.fill(runtime.store, runtime.store.ledger)
         segment.accept_changes()
+
+
+def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (first, second)))
 
 
 def _write_back(runtime: Runtime, segment: Segment, modifier_rank: int) -> None:

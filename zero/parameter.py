@@ -118,18 +118,19 @@ class ShardedView(torch.Tensor):
     """An alias of a sharded parameter, or its sharded gradient: geometry without memory."""
 
     parameter: nn.Parameter
-    source: ShardSource
     field: Field
     is_differentiable: bool
+
+    @property
+    def source(self) -> ShardSource:
+        """Where the values of the parameter come from at this moment."""
+        return source_of(self.parameter)
 
     @staticmethod
     def of(
         parameter: nn.Parameter, geometry: torch.Tensor, field: Field, *, is_differentiable: bool
     ) -> ShardedView:
         """Return a view with the size, strides, offset and type of `geometry`."""
-        reference = reference_of(parameter)
-        if reference is None:
-            raise ShardedAccessError("a view of a parameter that no engine manages")
         with torch._C.DisableTorchFunctionSubclass():
             view: ShardedView = torch.Tensor._make_wrapper_subclass(
                 ShardedView,
@@ -140,7 +141,6 @@ class ShardedView(torch.Tensor):
                 device=parameter.device,
             )
         view.parameter = parameter
-        view.source = reference.source
         view.field = field
         view.is_differentiable = is_differentiable
         return view
@@ -199,10 +199,10 @@ class ShardedView(torch.Tensor):
 Sharded = ShardedParameter | ShardedView
 
 
-def source_of(sharded: Sharded) -> ShardSource:
+def source_of(sharded: torch.Tensor) -> ShardSource:
     """Return where the values of a sharded parameter or view come from."""
     if isinstance(sharded, ShardedView):
-        return sharded.source
+        sharded = sharded.parameter
     reference = reference_of(sharded)
     if reference is None:
         raise ShardedAccessError(

@@ -27,7 +27,7 @@ from zero.config import ZeroConfig, load_config, preflight
 from zero.config.autos import hidden_size_of
 from zero.errors import PlanError
 from zero.optimizer import ZeroOptimizer, group_parameters, make_optimizer
-from zero.settings import Settings
+from zero.settings import NvmeSettings, Settings
 from zero.units import UnitBlueprint, form_units
 
 NVME_ALIGNMENT_BYTES = 4096
@@ -124,6 +124,11 @@ def open_io_engine(settings: Settings) -> Engine:
         block_bytes=aio.block_bytes,
         queue_depth=aio.queue_depth,
     )
+
+
+def open_spool_engine(nvme: NvmeSettings | None) -> Engine:
+    """Open an engine for what rests in files beside the plan of an engine."""
+    return open_engine("auto", directory=nvme.path if nvme is not None else None, thread_count=2)
 
 
 def make_blueprint(

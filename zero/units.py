@@ -12,7 +12,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from estimators import ElementType, SegmentSpec
 from zero.errors import ConfigError
-from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference, ShardedParameter
+from zero.nursery import NurserySource
+from zero.parameter import ShardedParameter, reference_of
 
 ROOT_NAME = "<root>"
 
@@ -137,8 +138,10 @@ def _is_managed(name: str, parameter: nn.Parameter) -> bool:
     """
     if isinstance(parameter, UninitializedParameter):
         raise ConfigError(f"parameter {name} has no shape yet; run the lazy module once first")
-    reference = getattr(parameter, REFERENCE_ATTRIBUTE, None)
-    if isinstance(reference, ParameterReference) and reference.is_alive:
+    reference = reference_of(parameter)
+    if reference is not None and isinstance(reference.source, NurserySource):
+        return True
+    if reference is not None and reference.is_alive:
         raise ConfigError(
             f"parameter {name} already belongs to an engine; destroy that engine first, or build"
             " the model anew"
