@@ -24,18 +24,22 @@ from zero.fragments import (
 )
 from zero.gather import GatheredParameters
 from zero.init_context import Init
+from zero.loading import LoadReport, load_weights
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Plan, plan_memory, plan_table
+from zero.weight_files import WeightFileError
 
 __all__ = [
     "ConfigError",
     "GatheredParameters",
     "Init",
+    "LoadReport",
     "ParameterState",
     "Plan",
     "PlanError",
     "RankError",
     "ShardedAccessError",
+    "WeightFileError",
     "ZeroConfig",
     "ZeroEngine",
     "ZeroOptimizer",
@@ -43,6 +47,7 @@ __all__ = [
     "initialize",
     "iterate_states",
     "load_config",
+    "load_weights",
     "plan_memory",
     "plan_table",
     "safe_get_full_fp32_param",

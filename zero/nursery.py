@@ -126,9 +126,9 @@ class NurserySource(ShardSource):
         """Return a private copy of this rank's piece, flat."""
         return self._own.read()
 
-    def write_own(self, field: Field, values: torch.Tensor) -> None:  # noqa: ARG002
-        """Set this rank's piece."""
-        self._own.write(0, values)
+    def write_own(self, field: Field, values: torch.Tensor, start: int = 0) -> None:  # noqa: ARG002
+        """Set elements of this rank's piece from `start` on."""
+        self._own.write(start, values)
 
     def live(self) -> torch.Tensor | None:
         """Return the values in memory while a window is open."""

@@ -68,8 +68,8 @@ class ShardSource(abc.ABC):
         """Return a private copy of this rank's piece, flat."""
 
     @abc.abstractmethod
-    def write_own(self, field: Field, values: torch.Tensor) -> None:
-        """Set this rank's piece; `values` are flat, of the field's type."""
+    def write_own(self, field: Field, values: torch.Tensor, start: int = 0) -> None:
+        """Set elements of this rank's piece from `start` on; `values` are of the field's type."""
 
     def live(self) -> torch.Tensor | None:
         """Return the unsharded values if they are in memory and count, shape `shape`."""
@@ -215,12 +215,11 @@ class StoreSource(ShardSource):
         self.segment.commit(self.runtime.store)
         return read_range(self.runtime.store, self.segment_index, field, start, stop)
 
-    def write_own(self, field: Field, values: torch.Tensor) -> None:
-        """Set this rank's piece, with its residual."""
+    def write_own(self, field: Field, values: torch.Tensor, start: int = 0) -> None:
+        """Set elements of this rank's piece from `start` on, with their residual."""
         self.segment.commit(self.runtime.store)
-        write_range(
-            self.runtime.store, self.segment_index, field, self.own_range()[0], values.contiguous()
-        )
+        first = self.own_range()[0] + start
+        write_range(self.runtime.store, self.segment_index, field, first, values.contiguous())
 
     def live(self) -> torch.Tensor | None:
         """Return the view of the flat buffer while the unit is unsharded."""
