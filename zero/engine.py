@@ -242,7 +242,13 @@ class ZeroEngine(nn.Module):
         segments = self._runtime.segments
         for segment in segments:
             segment.commit(self._runtime.store)
-        update(self._runtime.store, scalars, lambda index: segments[index].forget_values())
+        reducer = self._runtime.reducer
+        update(
+            self._runtime.store,
+            scalars,
+            lambda index: segments[index].forget_values(),
+            lambda index: reducer.kept.pieces(segments[index]) if reducer is not None else None,
+        )
         for segment in segments:
             segment.accept_changes()
         self._updates += 1
@@ -285,6 +291,8 @@ class ZeroEngine(nn.Module):
     def _restart_window(self) -> None:
         """Begin a new accumulation window with no gradients."""
         self._runtime.store.drop_gradients()
+        if self._runtime.reducer is not None:
+            self._runtime.reducer.kept.drop()
         for segment in self._runtime.segments:
             segment.dropped_gradients.clear()
         self._micro_batches = 0

@@ -209,15 +209,21 @@ class StoreSource(ShardSource):
                 return piece.start, piece.start + piece.numel
         return 0, 0
 
+    def settle(self, field: Field) -> None:
+        """Bring a field to where the plan has it: changes in place, and kept gradients."""
+        self.segment.commit(self.runtime.store)
+        if field is Field.GRADIENT and self.runtime.reducer is not None:
+            self.runtime.reducer.settle(self.segment)
+
     def read_own(self, field: Field) -> torch.Tensor:
         """Return a private copy of this rank's piece, flat."""
+        self.settle(field)
         start, stop = self.own_range()
-        self.segment.commit(self.runtime.store)
         return read_range(self.runtime.store, self.segment_index, field, start, stop)
 
     def write_own(self, field: Field, values: torch.Tensor, start: int = 0) -> None:
         """Set elements of this rank's piece from `start` on, with their residual."""
-        self.segment.commit(self.runtime.store)
+        self.settle(field)
         first = self.own_range()[0] + start
         write_range(self.runtime.store, self.segment_index, field, first, values.contiguous())
 
@@ -249,6 +255,7 @@ class StoreSource(ShardSource):
             self.runtime.store.forget_gradient(self.segment_index)
             segment.dropped_gradients.clear()
             return
+        self.settle(Field.GRADIENT)
         start, stop = self.own_range()
         zeros = torch.zeros(stop - start, dtype=self.dtype(Field.GRADIENT))
         write_range(self.runtime.store, self.segment_index, Field.GRADIENT, start, zeros)
