@@ -1,10 +1,12 @@
 """ZeRO stage 3 with parameters, gradients and optimizer state paged between tiers."""
 
+from zero.averages import ShardedAverage
 from zero.comm import RankError, init_distributed
 from zero.compatibility import initialize
 from zero.config import ZeroConfig, load_config
 from zero.engine import ZeroEngine
 from zero.errors import ConfigError, PlanError, ShardedAccessError
+from zero.external import register_external_parameter, unregister_external_parameter
 from zero.fragments import (
     ParameterState,
     iterate_states,
@@ -27,6 +29,7 @@ from zero.init_context import Init
 from zero.loading import LoadReport, load_weights
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Plan, plan_memory, plan_table
+from zero.resizing import resize_parameter
 from zero.weight_files import WeightFileError
 
 __all__ = [
@@ -39,6 +42,7 @@ __all__ = [
     "PlanError",
     "RankError",
     "ShardedAccessError",
+    "ShardedAverage",
     "WeightFileError",
     "ZeroConfig",
     "ZeroEngine",
@@ -50,6 +54,8 @@ __all__ = [
     "load_weights",
     "plan_memory",
     "plan_table",
+    "register_external_parameter",
+    "resize_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -63,4 +69,5 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "unregister_external_parameter",
 ]

@@ -23,14 +23,18 @@ from zero.unit import Segment, Unit
 
 
 def build_runtime(
-    blueprint: Blueprint, io: Engine, communicator: Communicator, init_fn: InitFunction | None
+    blueprint: Blueprint,
+    io: Engine,
+    communicator: Communicator,
+    init_fn: InitFunction | None,
+    ledger: Ledger | None = None,
 ) -> Runtime:
     """Allocate what the plan says and move the model's values there."""
     model = describe_model(blueprint.plan.memory.request.segments)
     communicator.agree(model, "zero.initialize with a model of its own")
     kernels = load_kernels(thread_count=machine.thread_count(communicator.local_world_size))
     plan = blueprint.plan
-    store = Store(plan.memory, StoreParts(io, plan.nvme_path, kernels, Ledger()))
+    store = Store(plan.memory, StoreParts(io, plan.nvme_path, kernels, ledger or Ledger()))
     try:
         units = []
         segments: list[Segment] = []

@@ -99,7 +99,7 @@ def initialize(
         model,
         runtime,
         settings,
-        blueprint.plan,
+        blueprint,
         own_optimizer,
         scheduler,
         loss_scaler=parsed.loss_scaler(),

@@ -116,9 +116,8 @@ def check_model(model: nn.Module, managed: Mapping[int, str], segments: Sequence
         for member in segment.members:
             if member.parameter.requires_grad and not member.is_trainable_at_start:
                 raise RuntimeError(
-                    f"parameter {member.name} was frozen when the engine was made and requires a"
-                    " gradient now; it has no optimizer state: make it trainable before"
-                    " zero.initialize, and freeze it afterwards"
+                    f"parameter {member.name} was unfrozen while gradients were accumulated, and"
+                    " has none of this window; freeze and unfreeze between steps, before a forward"
                 )
             if raw_gradient(member.parameter) is not None:
                 raise RuntimeError(

@@ -59,24 +59,54 @@ class Nursery:
                 values = values.clone()
                 self.communicator.broadcast(values, 0)
             source = NurserySource(self, name, parameter, values)
+            del values
         setattr(parameter, REFERENCE_ATTRIBUTE, ParameterReference(source))
         source.hide()
         return parameter.numel()
 
 
+class SpooledShard:
+    """A flat tensor over the ranks: rank r has the r-th of equal pieces, in a spool."""
+
+    def __init__(self, nursery: Nursery, values: torch.Tensor) -> None:
+        self._communicator = nursery.communicator
+        self.numel = values.numel()
+        start, stop = self.bounds(nursery.communicator.rank)
+        self.own: SpooledArray = nursery.spool.put(values[start:stop])
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Return the elements `[start, stop)` that a rank has."""
+        share = align_up(-(-self.numel // self._communicator.world_size), SHARD_ALIGNMENT_NUMEL)
+        return min(rank * share, self.numel), min((rank + 1) * share, self.numel)
+
+    def read_full(self) -> torch.Tensor:
+        """Return a private copy of all elements, flat; a collective."""
+        full = torch.empty(self.numel, dtype=self.own.dtype)
+        for rank in range(self._communicator.world_size):
+            start, stop = self.bounds(rank)
+            if rank == self._communicator.rank:
+                full[start:stop] = self.own.read()
+            self._communicator.broadcast(full[start:stop], rank)
+        return full
+
+
 class NurserySource(ShardSource):
-    """A parameter in a nursery: rank r has the r-th of equal pieces."""
+    """A parameter in a nursery."""
 
     def __init__(
-        self, nursery: Nursery, name: str, parameter: nn.Parameter, values: torch.Tensor
+        self,
+        nursery: Nursery,
+        name: str,
+        parameter: nn.Parameter,
+        values: torch.Tensor,
+        shape: torch.Size | None = None,
     ) -> None:
-        super().__init__(name, parameter.shape)
+        super().__init__(name, parameter.shape if shape is None else shape)
         self.nursery = nursery
         self.open_count = 0
         self._parameter = weakref.ref(parameter)
         self._dtype = values.dtype
-        start, stop = self._bounds(nursery.communicator.rank)
-        self._own: SpooledArray = nursery.spool.put(values[start:stop])
+        self._shard = SpooledShard(nursery, values)
 
     @property
     def unit_name(self) -> str:
@@ -117,18 +147,18 @@ class NurserySource(ShardSource):
         """Return the non-empty pieces of all ranks, in rank order."""
         found = []
         for rank in range(self.communicator.world_size):
-            start, stop = self._bounds(rank)
+            start, stop = self._shard.bounds(rank)
             if start < stop:
                 found.append((rank, start, stop - start))
         return found
 
     def read_own(self, field: Field) -> torch.Tensor:  # noqa: ARG002  values are all there is
         """Return a private copy of this rank's piece, flat."""
-        return self._own.read()
+        return self._shard.own.read()
 
     def write_own(self, field: Field, values: torch.Tensor, start: int = 0) -> None:  # noqa: ARG002
         """Set elements of this rank's piece from `start` on."""
-        self._own.write(start, values)
+        self._shard.own.write(start, values)
 
     def live(self) -> torch.Tensor | None:
         """Return the values in memory while a window is open."""
@@ -155,15 +185,29 @@ class NurserySource(ShardSource):
     def hide(self) -> None:
         """Leave the parameter its shape and type, without memory."""
         parameter = self.parameter
-        with torch.inference_mode(mode=False):
-            parameter.data = torch.empty(self.shape, dtype=self._dtype)
+        if (
+            parameter.dtype != self._dtype
+            or parameter.shape != self.shape
+            or not _owns_memory(parameter)
+        ):
+            with torch.inference_mode(mode=False):
+                parameter.data = torch.empty(self.shape, dtype=self._dtype)
         parameter.untyped_storage().resize_(0)
         parameter.__class__ = ShardedParameter
 
-    def _bounds(self, rank: int) -> tuple[int, int]:
-        numel = self.shape.numel()
-        share = align_up(-(-numel // self.communicator.world_size), SHARD_ALIGNMENT_NUMEL)
-        return min(rank * share, numel), min((rank + 1) * share, numel)
+
+def _owns_memory(parameter: torch.Tensor) -> bool:
+    """Tell whether nobody else sees the memory of a parameter, so that it can be emptied."""
+    storage = parameter.untyped_storage()
+    alone = torch.empty(1).untyped_storage()
+    return (
+        parameter.is_contiguous()
+        and parameter.storage_offset() == 0
+        and storage.resizable()
+        and storage.nbytes() == parameter.numel() * parameter.element_size()
+        and torch._C._storage_Use_Count(storage._cdata)
+        <= torch._C._storage_Use_Count(alone._cdata) + 1  # the temporary that `alone` came from
+    )
 
 
 def made_group_before(model: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from zero.comm import Communicator
 from zero.config import ZeroConfig, load_config, preflight
 from zero.config.autos import hidden_size_of
 from zero.errors import PlanError
-from zero.optimizer import ZeroOptimizer, group_parameters, make_optimizer
+from zero.optimizer import UpdateGroup, ZeroOptimizer, make_optimizer, update_groups
 from zero.settings import NvmeSettings, Settings
 from zero.units import UnitBlueprint, form_units
 
@@ -78,6 +78,20 @@ class Blueprint:
     plan: Plan
     units: Sequence[UnitBlueprint]
     optimizer: ZeroOptimizer | None
+    groups: Sequence[UpdateGroup] = ()
+    """What each `SegmentSpec.param_group` stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What differs from the model as it stands, when an engine is planned anew."""
+
+    births: Mapping[int, int] = field(default_factory=dict)
+    """By id of the parameter: updates of the engine before its first one."""
+    numels: Mapping[int, int] = field(default_factory=dict)
+    """By id of the parameter: its elements once it is resized."""
+    replaced: object = None
+    """The runtime that holds the parameters until then."""
 
 
 def plan_memory(model: nn.Module, config: ConfigSource, world_size: int | None = None) -> Plan:
@@ -138,10 +152,18 @@ def make_blueprint(
     engine: Engine,
     world_size: int,
     local_world_size: int,
+    changes: Changes | None = None,
 ) -> Blueprint:
     """Decide units and placement, and check that the disk can hold the plan."""
+    changes = changes or Changes()
+    groups = update_groups(optimizer, changes.births)
     units = form_units(
-        model, group_parameters(optimizer), settings.element, settings.gradient_element
+        model,
+        [group.parameters for group in groups],
+        settings.element,
+        settings.gradient_element,
+        changes.numels,
+        changes.replaced,
     )
     request = PlacementRequest(
         segments=tuple(spec for unit in units for spec, _ in unit.segments),
@@ -177,7 +199,7 @@ def make_blueprint(
         kernels_name=load_kernels().name,
         host_budget_source=source,
     )
-    return Blueprint(settings, plan, units, optimizer)
+    return Blueprint(settings, plan, units, optimizer, groups)
 
 
 def _budget(
