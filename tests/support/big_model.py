@@ -32,7 +32,7 @@ class Block(nn.Module):
         self.down = nn.Linear(INNER, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.relu(self.up(x)))
+        return x + self.down(F.relu(self.up(F.layer_norm(x, (WIDTH,)))))
 
 
 class Big(nn.Module):
@@ -51,7 +51,7 @@ def weight_of(index: int, name: str) -> torch.Tensor:
     """Return the values of one weight, the same wherever it is asked."""
     generator = torch.Generator().manual_seed(2 * index + (name == "down"))
     shape = (INNER, WIDTH) if name == "up" else (WIDTH, INNER)
-    return torch.randn(shape, generator=generator) * 0.01
+    return torch.randn(shape, generator=generator) * 0.005
 
 
 def write(folder: Path) -> None:
