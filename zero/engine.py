@@ -172,8 +172,8 @@ class ZeroEngine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  torch's own
         """Drop the gradients accumulated so far."""
-        super().zero_grad(set_to_none=set_to_none)
         self._restart_window()
+        super().zero_grad(set_to_none=set_to_none)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Tell whether the next `step()` will update, counting a micro-batch that is under way."""
@@ -236,9 +236,8 @@ class ZeroEngine(nn.Module):
         """Look up what the engine lacks on the model."""
         if name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
             raise AttributeError(
-                f"{name}: this version has no checkpoints; keep the weights with `with"
-                " zero.GatheredParameters(list(model.parameters())): torch.save("
-                "model.state_dict(), path)`"
+                f"{name}: this version has no checkpoints; keep the weights with"
+                " `torch.save(model.state_dict(), path)` and load them with zero.load_weights"
             )
         try:
             return super().__getattr__(name)

@@ -113,9 +113,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  torch's own
         """Drop the gradients accumulated so far, as in torch."""
-        super().zero_grad(set_to_none=set_to_none)
         if self._drop_gradients is not None:
             self._drop_gradients()
+        super().zero_grad(set_to_none=set_to_none)
 
     def scalars(
         self, step: int, grad_scale: float, groups: Sequence[UpdateGroup]

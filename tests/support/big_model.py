@@ -93,6 +93,7 @@ def train(folder: Path, nvme_path: str) -> dict[str, Any]:
         host_memory=(32 << 20) * world_size(),
         sub_group_size=1 << 20,
     )
+    config["optimizer"]["params"]["lr"] = 1e-5
     with zero.Init(config_dict_or_path=config) as context:
         model = Big()
     report = zero.load_weights(model, folder)

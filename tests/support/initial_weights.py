@@ -132,7 +132,7 @@ def main() -> None:
     torch.set_num_threads(1)
     zero.init_distributed()
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    found = digests(sys.argv[2], sys.argv[3:] or tuple(WAYS))
+    found = digests(sys.argv[2])
     (Path(sys.argv[1]) / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -12,6 +12,7 @@ import torch
 
 import zero
 from tests.support.configs import make_config
+from tests.support.initial_weights import FEW, digests
 from tests.support.observe import as_bits, digest, full_parameters
 from tests.support.tiny import TinyTransformer, make_batch, make_model
 
@@ -226,10 +227,16 @@ def odd_sizes(path: str, rank: int) -> str:
     return " ".join(said)
 
 
+def initial_weights(path: str, rank: int) -> str:
+    """Build models in several ways and give the digests of their weights and masters."""
+    return " ".join(value.rpartition(" ")[0] for value in digests(path, FEW).values())
+
+
 def touching(path: str, rank: int) -> str:
     """Run all cases of touches on one launch; the last leaves the ranks apart."""
     said = [touches(path, rank), changes(path, rank), loading(path, rank)]
     said.append(odd_sizes(path, rank))
+    said.append(initial_weights(path, rank))
     engine, _, _, _ = zero.initialize(model=make_model(), config=config(path))
     for case in (different_touches, touch_on_one_rank):
         try:

@@ -78,6 +78,43 @@ def test_freezing_and_unfreezing_follow_torch(config: dict[str, Any]) -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_what_goes_on_keeps_all_its_bits(scratch: Path, dtype: str) -> None:
+    config = make_config(
+        parameters="nvme",
+        optimizer="nvme",
+        nvme_path=str(scratch),
+        host_memory="48KB",
+        sub_group_size=1024,
+        dtype=dtype,
+        loss_scale=1.0,
+    )
+    model = make_model()
+    engine, _, _, _ = zero.initialize(model=model, config=config)
+    for step in range(2):
+        engine.backward(engine(*make_batch(step)))
+        engine.step()
+    before = {state.name: state for state in zero.iterate_states(model)}
+    freeze(model, block=1, is_frozen=True)
+    engine.backward(engine(*make_batch(2)))
+    engine.zero_grad()
+    for state in zero.iterate_states(model):
+        old = before[state.name]
+        assert torch.equal(state.value, old.value), state.name
+        if state.name.startswith("blocks.1"):
+            assert state.fp32_param is None
+            continue
+        for ours, theirs in (
+            (state.fp32_param, old.fp32_param),
+            (state.exp_avg, old.exp_avg),
+            (state.exp_avg_sq, old.exp_avg_sq),
+        ):
+            assert ours is not None
+            assert theirs is not None
+            assert torch.equal(ours, theirs), state.name
+    engine.destroy()
+
+
 def test_unfreezing_works_without_calling_the_engine(config: dict[str, Any]) -> None:
     ours, plain = make_model(), make_model()
     for model in (ours, plain):
