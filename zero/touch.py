@@ -34,12 +34,21 @@ _SHARDED = (ShardedParameter, ShardedView)
 
 def touch(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
     """Run a torch function that was called with sharded arguments."""
+    if torch._C._get_tracing_state() is not None:  # it would read what is not there
+        sharded = next(_sharded_in((args, kwargs)), None)
+        raise refusal(
+            sharded, "torch.jit.trace", "trace inside `with zero.GatheredParameters(...):`"
+        )
     special = _SPECIAL.get(func)
     if special is not None:
         found = special(func, args, kwargs)
         if found is not NotImplemented:
             return found
     if func in tables.METADATA:
+        return _plainly(func, args, kwargs)
+    if func in tables.AUTOGRAD and not any(
+        isinstance(item, ShardedView) for item in _sharded_in((args, kwargs))
+    ):
         return _plainly(func, args, kwargs)
     return _Call(func, args, kwargs).run()
 
@@ -122,6 +131,8 @@ class _Call:
     def run(self) -> Any:
         """Gather, run, write back, and wrap what aliases."""
         sharded = list(_sharded_in((self._args, self._kwargs)))
+        if self._func in tables.AUTOGRAD:
+            sharded = [item for item in sharded if isinstance(item, ShardedView)]
         self._join(sharded)
         blank = self._overwritten()
         for item in sharded:
@@ -205,13 +216,17 @@ class _Call:
 
     def _write_back(self) -> None:
         everything = tables.writes_everything(self._name)
+        first = set()
+        if tables.writes_first(self._name):
+            first = {id(source_of(item)) for item in _sharded_in(self._args[:1])}
         for copy in self._copies.values():
             if copy.node is not None and copy.full.grad_fn is not copy.node:
                 raise RuntimeError(
                     f"{self._name}: a leaf Variable that requires grad is being used in an in-place"
                     f" operation: parameter {copy.source.name}; change it under torch.no_grad()"
                 )
-            if everything or copy.full._version != copy.version:
+            is_named = everything or id(copy.source) in first
+            if is_named or copy.full._version != copy.version:
                 copy.source.write(copy.full, copy.field)
 
     def _wrap(self, result: Any) -> Any:

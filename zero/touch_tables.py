@@ -145,3 +145,11 @@ SET_REQUIRES_GRADIENT: frozenset[Any] = frozenset(
 def writes_everything(name: str) -> bool:
     """Tell whether a function writes all it is given without moving a version counter."""
     return name.startswith(("_fused_", "_amp_foreach_"))
+
+
+def writes_first(name: str) -> bool:
+    """Tell whether a function's name says that it writes its first argument.
+
+    Most move its version counter as well; `apply_` and `map_` do not.
+    """
+    return name.endswith("_") and not name.endswith("__")

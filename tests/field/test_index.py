@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import direct_io_directory
+
 ROOT = Path(__file__).resolve().parents[2]
 INDEX = tomllib.loads((ROOT / "tests" / "field" / "index.toml").read_text(encoding="utf-8"))
 THEME_B = {f"B{number}" for number in (1, 2, 3, 4, 5, 7, 8, 10, 11, 12, 13, 14, 15)}
@@ -27,6 +29,12 @@ def test_the_tests_of_a_report_exist_and_run(report: str) -> None:
     for test in INDEX[report]["tests"]:
         problem = why_not_run(test)
         assert problem is None, f"{report}: {test} {problem}"
+
+
+def test_nothing_of_the_index_is_skipped_on_this_machine() -> None:
+    """Most tests of the index page through a file with direct I/O, and would be skipped without."""
+    refusal = direct_io_directory()[1]
+    assert not refusal, f"the tests of the index cannot run here: {refusal}"
 
 
 def why_not_run(test: str) -> str | None:

@@ -156,6 +156,10 @@ READS: dict[str, Callable[[Any], Any]] = {
     ),
     "isfinite": lambda w: torch.isfinite(w).all().item(),
     "allclose": lambda w: torch.allclose(w, w + 0),
+    "inference mode": torch.inference_mode()(lambda w: w.sum().item()),
+    "vmap": lambda w: torch.vmap(torch.sum)(w.detach()),
+    "torch.func.grad": lambda w: torch.func.grad(torch.sum)(w.detach()),
+    "contains": lambda w: 5.0 in w,
     "histogram": lambda w: torch.histc(w.detach(), bins=4),
     "testing.assert_close": lambda w: torch.testing.assert_close(w, w.clone()),
 }
@@ -217,6 +221,21 @@ def load(w: Any) -> None:
     module.load_state_dict({"weight": torch.arange(256.0).view(16, 16)})
 
 
+@torch.inference_mode()
+def in_inference_mode(w: Any) -> None:
+    w.mul_(1.5)
+    w[0].add_(w.sum())
+
+
+def averaged(w: Any) -> None:
+    module = nn.Linear(16, 16, bias=False)
+    module.weight = w
+    average = torch.optim.swa_utils.AveragedModel(module)
+    w.add_(1)
+    average.update_parameters(module)
+    w.copy_(average.module.weight)
+
+
 WRITES: dict[str, Callable[[Any], Any]] = {
     "+=": add_,
     "setitem": set_item,
@@ -248,6 +267,12 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "foreach add_": lambda w: torch._foreach_add_([w], 1.0),
     "foreach copy_": lambda w: torch._foreach_copy_([w], [torch.ones(16, 16)]),
     "foreach lerp_": lambda w: torch._foreach_lerp_([w], [torch.ones(16, 16)], 0.5),
+    "apply_": lambda w: w.data.apply_(lambda x: x + 1),
+    "map_": lambda w: w.data.map_(torch.ones(16, 16), lambda x, y: x + y),
+    "inference mode": in_inference_mode,
+    "index_put_": lambda w: w.data.index_put_((torch.tensor([0]),), torch.ones(16)),
+    "scatter_": lambda w: w.data.scatter_(0, torch.zeros(1, 16, dtype=torch.long), 3.0),
+    "averaged model": averaged,
     "clamp_": lambda w: w.clamp_(-0.01, 0.01),
     "vector_to_parameters": vector,
     "module.apply": module_apply,
@@ -289,6 +314,8 @@ REFUSALS: dict[str, Callable[[Any], Any]] = {
     "data of another type": lambda w: setattr(w, "data", torch.ones(16, 16, dtype=torch.float64)),
     "module.half": lambda w: holder(w).half(),
     "copy.copy": copy.copy,
+    "jit.trace": lambda w: torch.jit.trace(lambda x: x + w, torch.ones(16, 16)),
+    "jit.trace of data": lambda w: torch.jit.trace(lambda x: x + w.data, torch.ones(16, 16)),
     "alias that requires grad": lambda w: w.data.requires_grad_(),
     "grad of another shape": lambda w: setattr(w, "grad", torch.ones(3)),
 }
@@ -358,6 +385,7 @@ def test_uses_elsewhere_train(pair: Any, name: str) -> None:
     assert torch.equal(zero.safe_get_full_grad(sharded), sharded.grad)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_cannot_be_right_names_parameter_unit_and_fix(pair: Any, name: str) -> None:
     sharded, plain = pair
@@ -376,6 +404,17 @@ def test_what_torch_refuses_is_refused(pair: Any, name: str) -> None:
     with pytest.raises(error, match=match):
         touch(sharded)
     assert torch.equal(sharded, plain)
+
+
+def test_autograd_gets_the_parameter_itself(engine: Any, pair: Any) -> None:
+    sharded, plain = pair
+    ours = (sharded * sharded).sum()
+    before = engine.ledger.snapshot()
+    gradients = torch.autograd.grad(ours, [sharded])
+    assert engine.ledger.snapshot().minus(before).nvme_read_bytes == 0
+    assert torch.equal(gradients[0], torch.autograd.grad((plain * plain).sum(), plain)[0])
+    ones = torch.ones(16, 16)
+    assert torch.equal(torch.autograd.grad(sharded.t(), sharded, grad_outputs=ones)[0], ones)
 
 
 def test_printing_describes_without_reading(engine: Any, pair: Any) -> None:
