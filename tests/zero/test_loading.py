@@ -61,11 +61,23 @@ def torch_file(state: dict[str, torch.Tensor], folder: Path) -> Path:
     return folder
 
 
+def torch_index(state: dict[str, torch.Tensor], folder: Path) -> Path:
+    names = list(state)
+    files = {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"pytorch_model-0000{number}-of-00002.bin"
+        torch.save({name: state[name] for name in part}, folder / file)
+        files.update(dict.fromkeys(part, file))
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": files}), encoding="utf-8")
+    return index
+
+
 def dictionary(state: dict[str, torch.Tensor], _folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-FORMS: list[Callable[..., Any]] = [one_file, sharded_folder, torch_file, dictionary]
+FORMS: list[Callable[..., Any]] = [one_file, sharded_folder, torch_file, torch_index, dictionary]
 
 
 @pytest.fixture(params=["nvme", "none"])
