@@ -328,6 +328,11 @@ class ZeroEngine(nn.Module):
                 " optimizer, not while gradients are accumulated; call engine.step() before"
             )
         self._runtime.scheduler.recover()
+        if any(unit.is_held for unit in self._runtime.units):
+            raise RuntimeError(
+                "parameters can be resized, frozen and unfrozen outside of"
+                " zero.GatheredParameters blocks; leave the block before the next forward"
+            )
         adopt_replaced(self._slots)
         new = rebuild(
             self.module, self._runtime, self._settings, self.optimizer, self._history, resize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
@@ -60,32 +61,25 @@ class GatheredParameters:
 
     def _check_rank(self) -> None:
         modifier_rank = self._modifier_rank
-        for runtime, _ in self._units:
-            if (
-                modifier_rank is not None
-                and not 0 <= modifier_rank < runtime.communicator.world_size
-            ):
+        communicators = [runtime.communicator for runtime, _ in self._units]
+        communicators += [source.communicator for source in self._alone]
+        for communicator in communicators:
+            if modifier_rank is not None and not 0 <= modifier_rank < communicator.world_size:
                 raise ValueError(
                     f"modifier_rank {modifier_rank} is not a rank of a world of"
-                    f" {runtime.communicator.world_size}"
+                    f" {communicator.world_size}"
                 )
 
     def __enter__(self) -> Self:
         for runtime in {id(runtime): runtime for runtime, _ in self._units}.values():
             names = ", ".join(unit.name for _, unit in self._units)
             runtime.communicator.join(f"gathering the parameters of units {names}")
-        self._open_alone()
-        held = []
-        try:
+        with ExitStack() as undo:
+            self._open_alone(undo)
             for runtime, unit in self._units:
                 runtime.scheduler.hold(unit)
-                held.append((runtime, unit))
-        except BaseException:
-            for runtime, unit in held:
-                runtime.scheduler.drop(unit)
-            for source in self._alone:
-                source.close()
-            raise
+                undo.callback(runtime.scheduler.drop, unit)
+            undo.pop_all()
         for _, segment in self._segments():
             self._versions[id(segment)] = segment.versions
             if self._modifier_rank is None:
@@ -122,13 +116,14 @@ class GatheredParameters:
                 " block, where the change would be lost; pass modifier_rank=0 to keep it"
             )
 
-    def _open_alone(self) -> None:
+    def _open_alone(self, undo: ExitStack) -> None:
         """Put parameters that no engine has yet into memory."""
         if self._alone:
             names = ", ".join(source.name for source in self._alone)
             self._alone[0].communicator.join(f"gathering parameters {names}")
         for source in self._alone:
             source.open()
+            undo.callback(source.close)
             if self._modifier_rank is None:
                 self._before[id(source)] = source.parameter.detach().clone()
 

@@ -320,6 +320,11 @@ def test_resizing_before_there_is_an_engine_and_what_cannot_be_resized() -> None
     with pytest.raises(ValueError, match="give 2 lengths"):
         zero.resize_parameter(model, model.head.weight, (12,))
     engine, _, _, _ = zero.initialize(model=plain, config=make_config(host_memory="1GB"))
+    with (
+        zero.GatheredParameters(plain.mix.weight),
+        pytest.raises(RuntimeError, match="leave the block"),
+    ):
+        zero.resize_parameter(engine, plain.head.weight, (14, 8))
     engine.backward(engine(torch.arange(12)))
     with pytest.raises(RuntimeError, match="between steps"):
         zero.resize_parameter(engine, plain.head.weight, (14, 8))
