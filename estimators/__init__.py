@@ -10,6 +10,7 @@ from estimators.field import (
 )
 from estimators.formats import ElementType, StateField, StateFormat, record_layout
 from estimators.layout import (
+    SHARD_ALIGNMENT_NUMEL,
     FlatLayout,
     Piece,
     align_up,
@@ -26,6 +27,7 @@ from estimators.summary import MemoryPlan, PlanRow, SlotPlan, StepTraffic, step_
 
 __all__ = [
     "ASSUMED_RATES",
+    "SHARD_ALIGNMENT_NUMEL",
     "Budget",
     "DriveRates",
     "ElementType",

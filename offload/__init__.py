@@ -13,8 +13,17 @@ from offload.kernels import (
 from offload.ledger import Activity, Ledger, LedgerSnapshot, Link
 from offload.measure import measure_rates
 from offload.pager import Pager, PagerFailedError, PagerState
+from offload.ranges import (
+    Field,
+    ShardReader,
+    field_dtype,
+    has_field,
+    read_range,
+    write_range,
+)
 from offload.report import LedgerReport, StepRecord
 from offload.slots import Slot, SlotState, carve_slots
+from offload.spool import Spool, SpooledArray
 from offload.step import update
 from offload.store import Store, StoreParts
 from offload.transfers import CorruptionError, PageError, SlotTransfers
@@ -24,6 +33,7 @@ __all__ = [
     "Activity",
     "AdamWScalars",
     "CorruptionError",
+    "Field",
     "HeapTrimmer",
     "Kernels",
     "Ledger",
@@ -34,9 +44,12 @@ __all__ = [
     "Pager",
     "PagerFailedError",
     "PagerState",
+    "ShardReader",
     "Slot",
     "SlotState",
     "SlotTransfers",
+    "Spool",
+    "SpooledArray",
     "StepRecord",
     "Store",
     "StoreParts",
@@ -44,14 +57,18 @@ __all__ = [
     "carve_slots",
     "copy_bytes",
     "disk_bytes",
+    "field_dtype",
+    "has_field",
     "load_kernels",
     "measure_rates",
     "native_available",
     "native_unavailable_reason",
     "process_bytes",
+    "read_range",
     "resident_set_bytes",
     "tensor_at",
     "tensor_span",
     "update",
     "write_parameters",
+    "write_range",
 ]

@@ -24,6 +24,15 @@ class StateArrays:
     master: Array | None = None
     residual: Array | None = None
 
+    def part(self, inside: slice) -> StateArrays:
+        """Return the arrays of some of the elements."""
+        return StateArrays(
+            self.exp_avg[inside],
+            self.exp_avg_sq[inside],
+            self.master[inside] if self.master is not None else None,
+            self.residual[inside] if self.residual is not None else None,
+        )
+
 
 def state_arrays(plan: MemoryPlan, spec: SegmentSpec, group: SubGroup, span: Span) -> StateArrays:
     """View the memory of a record as its arrays."""

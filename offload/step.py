@@ -10,12 +10,18 @@ from offload.arrays import array_at, clear_bytes
 from offload.kernels import AdamWScalars
 from offload.ledger import Activity
 from offload.slots import Slot
-from offload.state import state_arrays, update_sub_group
+from offload.state import Array, state_arrays, update_sub_group
 from offload.store import Store
+
+GradientPieces = Sequence[tuple[int, Array]]
+"""(where in the shard, values): gradients of a segment that are not in one array."""
 
 
 def update(
-    store: Store, scalars: Sequence[AdamWScalars], on_segment: Callable[[int], None]
+    store: Store,
+    scalars: Sequence[AdamWScalars],
+    on_segment: Callable[[int], None],
+    pieces_of: Callable[[int], GradientPieces | None] = lambda _: None,
 ) -> None:
     """Update every sub-group, drop the gradients, and wait until all is written.
 
@@ -26,6 +32,7 @@ def update(
         store: the shards of this rank.
         scalars: one per parameter group.
         on_segment: called with each segment once all its parameters have changed.
+        pieces_of: gives the gradients of a segment that its caller keeps, or None.
 
     Raises:
         PageError: if a transfer failed; the pager then refuses all further work, because some
@@ -45,7 +52,11 @@ def update(
             while paged and paged[0][0] <= position:
                 paged.popleft()
             slot = _lend(store, group, reads[position], ((each[1], each[2]) for each in paged))
-            _update_group(store, group, scalars, slot)
+            pieces = pieces_of(group.segment)
+            if pieces is None:
+                _update_group(store, group, scalars, slot)
+            else:
+                _update_pieces(store, group, scalars, pieces, slot)
             moved.append(_name(store, group))
             if position + 1 == len(groups) or groups[position + 1].segment != group.segment:
                 on_segment(group.segment)
@@ -99,6 +110,42 @@ def _lend(
     if slot is not None and group.on_nvme(Section.STATE) and Section.STATE not in reads:
         clear_bytes(slot.section(Section.STATE))
     return slot
+
+
+def _update_pieces(
+    store: Store,
+    group: SubGroup,
+    scalars: Sequence[AdamWScalars],
+    pieces: GradientPieces,
+    slot: Slot | None,
+) -> None:
+    """Update a sub-group that pages at most its state from gradients that its caller keeps.
+
+    What lies between the pieces is padding, which is zero and stays so.
+    """
+    spec = store.plan.request.segments[group.segment]
+    parameter = array_at(
+        store.section_span(group, Section.PARAMETER, slot), spec.element, group.numel
+    )
+    span = store.section_span(group, Section.STATE, slot)
+    state = state_arrays(store.plan, spec, group, span)
+    with store.ledger.timing(Activity.UPDATE):
+        for start, gradient in pieces:
+            low, high = max(start, group.start), min(start + gradient.size, group.stop)
+            if low < high:
+                inside = slice(low - group.start, high - group.start)
+                update_sub_group(
+                    store.kernels,
+                    parameter[inside],
+                    gradient[low - start : high - start],
+                    state.part(inside),
+                    scalars[spec.param_group],
+                )
+    store.ledger.note("update", _name(store, group))
+    store.count_uses(group)
+    if slot is not None and store.pager is not None:
+        store.pager.page_out(slot, frozenset({Section.STATE}))
+        store.written_states.add(group.index)
 
 
 def _update_group(

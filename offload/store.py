@@ -157,6 +157,14 @@ class Store:
         """Forget all gradients of the current accumulation window."""
         self._has_gradient = [False] * len(self._has_gradient)
 
+    def note_gradient(self, segment: int) -> None:
+        """Remember that a segment has gradients, which somebody else keeps."""
+        self._has_gradient[segment] = True
+
+    def forget_gradient(self, segment: int) -> None:
+        """Forget the gradients of one segment of the current accumulation window."""
+        self._has_gradient[segment] = False
+
     def read_gradient(self, segment: int, target: Span) -> None:
         """Copy the accumulated gradient shard of a segment into `target`; zeros if it has none."""
         if not self._has_gradient[segment]:

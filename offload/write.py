@@ -34,9 +34,10 @@ def write_parameters(store: Store, segment: int, masters: Array) -> None:
         PageError: if a transfer failed.
     """
     spec = store.plan.request.segments[segment]
+    state_format = store.plan.request.state_format
     for group in store.plan.by_segment[segment]:
         values = masters[group.start : group.stop]
-        raw, kept = _encode(store.kernels, spec.element, store.plan.request.state_format, values)
+        raw, kept = encode_masters(store.kernels, spec.element, state_format, values)
         if group.tier(Section.STATE) is None or _says_nothing(store, group, kept):
             kept = {}
         _write_group(store, group, raw, kept)
@@ -44,7 +45,7 @@ def write_parameters(store: Store, segment: int, masters: Array) -> None:
         store.pager.drain()
 
 
-def _encode(
+def encode_masters(
     kernels: Kernels, element: ElementType, state_format: StateFormat, values: Array
 ) -> tuple[Array, dict[StateField, Array]]:
     """Return the parameter as raw bytes, and the fields of its state that follow from `values`."""

@@ -75,6 +75,16 @@ def seeds() -> None:
 @pytest.fixture
 def scratch() -> Iterator[Path]:
     """Return an empty directory on a file system that takes O_DIRECT, removed afterwards."""
+    yield from scratch_directory()
+
+
+@pytest.fixture(scope="module")
+def module_scratch() -> Iterator[Path]:
+    """Return a directory like `scratch` that the tests of one file share."""
+    yield from scratch_directory()
+
+
+def scratch_directory() -> Iterator[Path]:
     parent, reason = direct_io_directory()
     if parent is None:
         pytest.skip(reason)

@@ -17,6 +17,7 @@ MAX_PARAMETERS = 8
 EXEMPT = {
     ("zero/compatibility.py", "parameters"): "mirrors the signature of the field's initialize",
     ("zero/compatibility.py", "function_length"): "documents each parameter of that signature",
+    ("zero/init_context.py", "parameters"): "mirrors the signature of the field's Init",
     ("zero/lr_schedules.py", "parameters"): "mirrors the signatures of the field's schedules",
     ("zero/config/__main__.py", "prints"): "a command line",
     ("estimators/field.py", "prints"): "the field's functions print a table",

@@ -23,7 +23,11 @@ from zero.unit import Segment, Unit
 
 
 def build_runtime(
-    blueprint: Blueprint, io: Engine, communicator: Communicator, init_fn: InitFunction | None
+    blueprint: Blueprint,
+    io: Engine,
+    communicator: Communicator,
+    init_fn: InitFunction | None,
+    ledger: Ledger | None = None,
 ) -> Runtime:
     """Allocate what the plan says and move the model's values there."""
     model = describe_model(blueprint.plan.memory.request.segments)
@@ -32,7 +36,12 @@ def build_runtime(
     plan = blueprint.plan
     tiers = blueprint.settings.tiers
     parts = StoreParts(
-        io, plan.nvme_path, kernels, Ledger(), burst=tiers.write_burst, verify=tiers.verify
+        io,
+        plan.nvme_path,
+        kernels,
+        ledger or Ledger(),
+        burst=tiers.write_burst,
+        verify=tiers.verify,
     )
     store = Store(plan.memory, parts)
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import hashlib
 import os
 
 import torch
@@ -10,6 +12,9 @@ import torch.distributed as dist
 # The names changed between torch 2.11 and 2.13; the old ones warn in the new release.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+JOIN_TIMEOUT_S = 60.0
+"""How long a rank waits for the others where its user, not the model, decides what comes next."""
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -28,9 +33,13 @@ def init_distributed(backend: str | None = None) -> bool:
     return True
 
 
+class RankError(RuntimeError):
+    """Ranks that must do the same thing did not."""
+
+
 def _cpu_group() -> dist.ProcessGroup | None:
     """Return a group that moves CPU tensors: the default one if it does, else one of gloo."""
-    return None if "gloo" in dist.get_backend() else dist.new_group(backend="gloo")
+    return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
 class Communicator:
@@ -41,6 +50,7 @@ class Communicator:
         self._group = _cpu_group() if joined else None
         self.rank = dist.get_rank() if joined else 0
         self.world_size = dist.get_world_size() if joined else 1
+        self.join_timeout_s = JOIN_TIMEOUT_S
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
         self.local_world_size = int(local) if joined and local.isdigit() else self.world_size
 
@@ -72,6 +82,36 @@ class Communicator:
         """Overwrite `tensor`, contiguous, with the values of rank `source`."""
         if self.world_size > 1 and tensor.numel():
             dist.broadcast(tensor, source, group=self._group)
+
+    def join(self, what: str) -> None:
+        """Wait for all ranks to ask for the same thing, where a user's code may differ by rank.
+
+        Raises:
+            RankError: naming the ranks that did not come in `join_timeout_s`, or what they asked.
+        """
+        if self.world_size == 1:
+            return
+        try:
+            dist.monitored_barrier(
+                self._group,
+                timeout=datetime.timedelta(seconds=self.join_timeout_s),
+                wait_all_ranks=self.rank == 0,
+            )
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {self.rank}: {what} needs all {self.world_size} ranks at the same time, and"
+                f" not all came within {self.join_timeout_s:g} s; do it on every rank, not under"
+                f" `if rank == 0:` ({error})"
+            ) from error
+        digest = hashlib.blake2b(what.encode(), digest_size=7).digest()
+        number = int.from_bytes(digest, "big")
+        numbers = self.gather_rows(torch.tensor([number])).reshape(-1).tolist()
+        others = [rank for rank, other in enumerate(numbers) if other != number]
+        if others:
+            raise RankError(
+                f"rank {self.rank} does {what}, but ranks {others} do something else; all ranks"
+                " must touch the same sharded parameters in the same order"
+            )
 
     def agree(self, number: int, what: str) -> None:
         """Check that all ranks are about to do the same thing, before they mix its bytes.

@@ -16,6 +16,7 @@ from zero.engine import ZeroEngine
 from zero.errors import ConfigError
 from zero.lr_schedules import make_schedule
 from zero.materialize import InitFunction
+from zero.nursery import made_group_before
 from zero.optimizer import ZeroOptimizer, make_optimizer
 from zero.planning import ConfigSource, make_blueprint, open_io_engine, parse_config
 
@@ -70,7 +71,7 @@ def initialize(
         raise ConfigError("this model is an engine already; pass the model itself")
     source = choose_config(config, config_params, getattr(args, "deepspeed_config", None))
     parsed = parse_config(source, model)
-    owns_group = init_distributed()
+    owns_group = init_distributed() or made_group_before(model)
     communicator = Communicator()
     settings = parsed.settings(communicator.world_size)
     own_optimizer = make_optimizer(model, optimizer, model_parameters, settings.optimizer)
@@ -98,7 +99,7 @@ def initialize(
         model,
         runtime,
         settings,
-        blueprint.plan,
+        blueprint,
         own_optimizer,
         scheduler,
         loss_scaler=parsed.loss_scaler(),

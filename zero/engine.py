@@ -8,20 +8,21 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload import Ledger, update, write_parameters
+from offload import Ledger, update
 from zero.errors import ConfigError
 from zero.hooks import ModuleHook
-from zero.integrity import check_model, managed_parameters
+from zero.integrity import adopt_replaced, check_model, find_slots, managed_parameters
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.memory import memory_lines, memory_report, warn_if_exceeded
 from zero.optimizer import ZeroOptimizer
-from zero.planning import Plan
+from zero.planning import Blueprint, Plan
+from zero.replan import History, Resize, group_unfrozen, has_changed, rebuild
 from zero.runtime import Runtime
 from zero.settings import Settings
 
@@ -41,7 +42,7 @@ class ZeroEngine(nn.Module):
         module: nn.Module,
         runtime: Runtime,
         settings: Settings,
-        plan: Plan,
+        blueprint: Blueprint,
         optimizer: ZeroOptimizer | None,
         lr_scheduler: Any,
         *,
@@ -53,14 +54,14 @@ class ZeroEngine(nn.Module):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.loss_scaler = loss_scaler
-        self.plan = plan
+        self.plan: Plan = blueprint.plan
         self.global_rank = runtime.communicator.rank
         self.world_size = runtime.communicator.world_size
         self.global_steps = 0
         self.skipped_steps = 0
         self._runtime = runtime
         self._settings = settings
-        self._updates = 0
+        self._history = History()
         self._micro_batches = 0
         self._forward_pending = False
         self._window_saw_forward = False
@@ -69,15 +70,27 @@ class ZeroEngine(nn.Module):
         self._destroyed = False
         self._first_step: list[dict[str, Any]] | None = None
         self._owns_group = owns_group
+        self._connect(runtime, blueprint)
+        self.ledger.begin_step()
+        self._forward_hook = module.register_forward_pre_hook(
+            ModuleHook(self._note_forward), prepend=True
+        )
+
+    def _connect(self, runtime: Runtime, blueprint: Blueprint) -> None:
+        """Take a runtime as one's own; no part of it holds the engine, so users can drop it."""
+        self._runtime = runtime
+        self.plan = blueprint.plan
+        self._groups = blueprint.groups
         self._managed = {id(each): name for name, each in managed_parameters(runtime).items()}
-        # No part holds the engine: it is given back as soon as its user drops it.
+        self._slots = find_slots(self.module, runtime)
         runtime.scheduler.on_backward_end = ModuleHook(self._count_micro_batch)
         runtime.scheduler.on_backward_failure = ModuleHook(self._restart_window)
-        if optimizer is not None:
-            optimizer.attach(ModuleHook(self.step), ModuleHook(self._restart_window))
+        runtime.scheduler.on_resize = ModuleHook(self._plan_anew)
+        if self.optimizer is not None:
+            self.optimizer.attach(
+                ModuleHook(self.step), ModuleHook(self._restart_window), ModuleHook(self._holds)
+            )
         self._finalizer = weakref.finalize(self, runtime.store.close)
-        self.ledger.begin_step()
-        self._forward_hook = module.register_forward_pre_hook(ModuleHook(self._note_forward))
 
     @property
     def ledger(self) -> Ledger:
@@ -87,6 +100,7 @@ class ZeroEngine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
         self._require_alive()
+        self._adopt_changes()
         try:
             if not self._settings.autocasts:
                 return self.module(*args, **kwargs)
@@ -141,6 +155,7 @@ class ZeroEngine(nn.Module):
         if self.optimizer is None:
             raise ConfigError("this engine has no optimizer; it cannot step")
         self._runtime.scheduler.recover()
+        adopt_replaced(self._slots)
         check_model(self.module, self._managed, self._runtime.segments)
         if self._micro_batches < self.gradient_accumulation_steps():
             return
@@ -162,8 +177,8 @@ class ZeroEngine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  torch's own
         """Drop the gradients accumulated so far."""
-        super().zero_grad(set_to_none=set_to_none)
         self._restart_window()
+        super().zero_grad(set_to_none=set_to_none)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Tell whether the next `step()` will update, counting a micro-batch that is under way."""
@@ -218,13 +233,24 @@ class ZeroEngine(nn.Module):
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "an engine cannot be copied: its state lives in files and pinned memory; copy"
+            " engine.module, which gives a plain model with the full values"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "an engine cannot be pickled: its state lives in files and pinned memory; pickle"
+            " engine.module, or save engine.module.state_dict()"
+        )
+
     def __getattr__(self, name: str) -> Any:
         """Look up what the engine lacks on the model."""
         if name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
             raise AttributeError(
-                f"{name}: this version has no checkpoints; keep the weights with `with"
-                " zero.GatheredParameters(list(model.parameters())): torch.save("
-                "model.state_dict(), path)`"
+                f"{name}: this version has no checkpoints; keep the weights with"
+                " `torch.save(model.state_dict(), path)` and load them with zero.load_weights"
             )
         try:
             return super().__getattr__(name)
@@ -237,17 +263,22 @@ class ZeroEngine(nn.Module):
         """Run one update over all sub-groups."""
         clip = self._settings.gradient_clipping
         coefficient = min(clip / (norm + 1e-6), 1.0) if clip > 0 else 1.0
-        scalars = optimizer.scalars(self._updates + 1, coefficient / self.loss_scaler.cur_scale)
+        scalars = optimizer.scalars(
+            self._history.updates + 1, coefficient / self.loss_scaler.cur_scale, self._groups
+        )
         segments = self._runtime.segments
         for segment in segments:
-            if segment.is_in_place and segment.changed():  # [Note: whoever writes a parameter ...]
-                segment.collect_strays()
-                masters = segment.flat.float().clone().numpy()
-                write_parameters(self._runtime.store, segment.index, masters)
-        update(self._runtime.store, scalars, lambda index: segments[index].forget_values())
+            segment.commit(self._runtime.store)
+        reducer = self._runtime.reducer
+        update(
+            self._runtime.store,
+            scalars,
+            lambda index: segments[index].forget_values(),
+            lambda index: reducer.kept.pieces(segments[index]) if reducer is not None else None,
+        )
         for segment in segments:
             segment.accept_changes()
-        self._updates += 1
+        self._history.updates += 1
 
     def _close_step(self) -> None:
         """Close the step in the ledger, and compare the plan with reality after the first one."""
@@ -288,12 +319,60 @@ class ZeroEngine(nn.Module):
     def _note_forward(self, _module: nn.Module, _args: Any) -> None:
         """Remember that a micro-batch is under way."""
         self._runtime.scheduler.recover_if_idle()
+        self._adopt_changes()
         if torch.is_grad_enabled():
             self._forward_pending = self._window_saw_forward = True
+
+    def _adopt_changes(self) -> None:
+        """Take over what the user changed of the model, at the begin of an accumulation window."""
+        adopt_replaced(self._slots)
+        optimizer, is_boundary = self.optimizer, not self._micro_batches and self._is_idle
+        if (
+            optimizer is not None
+            and torch.is_grad_enabled()
+            and is_boundary
+            and has_changed(self._runtime, optimizer)
+        ):
+            group_unfrozen(self._runtime, optimizer)
+            self._plan_anew(None)
+
+    @property
+    def _is_idle(self) -> bool:
+        reducer = self._runtime.reducer
+        return torch._C._current_graph_task_id() == -1 and not (reducer and reducer.has_pending())
+
+    def _plan_anew(self, resize: Resize | None) -> None:
+        """Build the runtime anew for a model that has changed, see [Note: replan]."""
+        if self.optimizer is None or self._micro_batches or not self._is_idle:
+            raise RuntimeError(
+                "parameters can be resized, frozen and unfrozen between steps of an engine with an"
+                " optimizer, not while gradients are accumulated; call engine.step() before"
+            )
+        self._runtime.scheduler.recover()
+        if any(unit.is_held for unit in self._runtime.units):
+            raise RuntimeError(
+                "parameters can be resized, frozen and unfrozen outside of"
+                " zero.GatheredParameters blocks; leave the block before the next forward"
+            )
+        adopt_replaced(self._slots)
+        new = rebuild(
+            self.module, self._runtime, self._settings, self.optimizer, self._history, resize
+        )
+        self._retired = self._runtime  # its hooks may be on the stack
+        self._finalizer.detach()
+        self.optimizer.has_new_groups = False
+        self._connect(new.runtime, new.blueprint)
+
+    def _holds(self, parameter: nn.Parameter) -> bool:
+        return any(parameter is each for each in self.module.parameters())
 
     def _restart_window(self) -> None:
         """Begin a new accumulation window with no gradients."""
         self._runtime.store.drop_gradients()
+        if self._runtime.reducer is not None:
+            self._runtime.reducer.kept.drop()
+        for segment in self._runtime.segments:
+            segment.dropped_gradients.clear()
         self._micro_batches = 0
         self._forward_pending = self._window_saw_forward = False
 

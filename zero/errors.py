@@ -7,4 +7,8 @@ class ConfigError(ValueError):
     """A configuration that cannot mean what it says."""
 
 
-__all__ = ["ConfigError", "PlanError"]
+class ShardedAccessError(RuntimeError):
+    """The values of a sharded parameter cannot be had, or not in the way they were asked for."""
+
+
+__all__ = ["ConfigError", "PlanError", "ShardedAccessError"]

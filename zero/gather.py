@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
 import torch
 from torch import nn
 
-from offload import write_parameters
-from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference
+from offload import Field, write_parameters
+from zero.nursery import NurserySource
+from zero.parameter import reference_of
 from zero.runtime import Runtime
+from zero.source import StoreSource
 from zero.unit import Segment, Unit
 
 
@@ -35,47 +38,54 @@ class GatheredParameters:
         chosen = [params] if isinstance(params, torch.Tensor) else list(params)
         self._modifier_rank = modifier_rank
         self._units: list[tuple[Runtime, Unit]] = []
+        self._alone: list[NurserySource] = []
+        """Parameters that no engine has yet."""
+        self._before: dict[int, torch.Tensor] = {}
         self._versions: dict[int, list[int]] = {}
+        self._checksums: dict[int, list[int]] = {}
         self._snapshots: dict[int, torch.Tensor] = {}
         if not enabled:
             return
         for parameter in chosen:
-            reference = getattr(parameter, REFERENCE_ATTRIBUTE, None)
-            if isinstance(reference, ParameterReference):
-                runtime = reference.owner()
-                if runtime is None or runtime.store.is_closed:
-                    raise RuntimeError(
-                        f"the engine of parameter {reference.name} is destroyed or gone, and the"
-                        " sharded values with it"
-                    )
-                unit = runtime.units[reference.unit_index]
+            reference = reference_of(parameter)
+            source = reference.source if reference is not None else None
+            if isinstance(source, NurserySource) and source not in self._alone:
+                self._alone.append(source)
+            if isinstance(source, StoreSource):
+                runtime = source.runtime
+                unit = runtime.units[source.unit_index]
                 if all(unit is not other for _, other in self._units):
                     self._units.append((runtime, unit))
-        for runtime, _ in self._units:
-            if (
-                modifier_rank is not None
-                and not 0 <= modifier_rank < runtime.communicator.world_size
-            ):
+        self._units.sort(key=lambda pair: pair[1].index)
+        self._check_rank()
+
+    def _check_rank(self) -> None:
+        modifier_rank = self._modifier_rank
+        communicators = [runtime.communicator for runtime, _ in self._units]
+        communicators += [source.communicator for source in self._alone]
+        for communicator in communicators:
+            if modifier_rank is not None and not 0 <= modifier_rank < communicator.world_size:
                 raise ValueError(
                     f"modifier_rank {modifier_rank} is not a rank of a world of"
-                    f" {runtime.communicator.world_size}"
+                    f" {communicator.world_size}"
                 )
-        self._units.sort(key=lambda pair: pair[1].index)
 
     def __enter__(self) -> Self:
-        held = []
-        try:
+        for runtime in {id(runtime): runtime for runtime, _ in self._units}.values():
+            names = ", ".join(unit.name for _, unit in self._units)
+            runtime.communicator.join(f"gathering the parameters of units {names}")
+        with ExitStack() as undo:
+            self._open_alone(undo)
             for runtime, unit in self._units:
                 runtime.scheduler.hold(unit)
-                held.append((runtime, unit))
-        except BaseException:
-            for runtime, unit in held:
-                runtime.scheduler.drop(unit)
-            raise
+                undo.callback(runtime.scheduler.drop, unit)
+            undo.pop_all()
         for _, segment in self._segments():
             self._versions[id(segment)] = segment.versions
-            if segment.is_in_place and self._modifier_rank is None:
-                self._snapshots[id(segment)] = segment.flat.clone()
+            if self._modifier_rank is None:
+                self._checksums[id(segment)] = segment.checksums()
+                if segment.is_in_place:
+                    self._snapshots[id(segment)] = segment.flat.clone()
         return self
 
     def __exit__(
@@ -86,11 +96,14 @@ class GatheredParameters:
     ) -> None:
         lost: list[str] = []
         try:
+            lost.extend(self._close_alone(keep=kind is None))
             for runtime, segment in self._segments():
                 if self._modifier_rank is not None and kind is None:
                     _write_back(runtime, segment, self._modifier_rank)
                     continue
                 changed = segment.changed(self._versions[id(segment)])
+                if not changed and id(segment) in self._checksums:
+                    changed = segment.differing(self._checksums[id(segment)])
                 if changed:
                     lost.extend(member.name for member in changed)
                     self._undo(runtime, segment)
@@ -102,6 +115,35 @@ class GatheredParameters:
                 f"parameters {', '.join(lost)} were changed inside a read-only GatheredParameters"
                 " block, where the change would be lost; pass modifier_rank=0 to keep it"
             )
+
+    def _open_alone(self, undo: ExitStack) -> None:
+        """Put parameters that no engine has yet into memory."""
+        if self._alone:
+            names = ", ".join(source.name for source in self._alone)
+            self._alone[0].communicator.join(f"gathering parameters {names}")
+        for source in self._alone:
+            source.open()
+            undo.callback(source.close)
+            if self._modifier_rank is None:
+                self._before[id(source)] = source.parameter.detach().clone()
+
+    def _close_alone(self, *, keep: bool) -> list[str]:
+        """Write parameters that no engine has yet back, and return names of lost changes."""
+        lost = []
+        for source in self._alone:
+            values = source.parameter.data
+            if values.shape != source.shape or values.dtype != source.dtype(Field.PARAMETER):
+                lost.append(source.name)
+                source.close()
+                continue
+            before = self._before.get(id(source))
+            if before is not None and not _same_bits(before, values):
+                lost.append(source.name)
+                values.copy_(before)
+            elif before is None and keep:
+                source.write(values, source_rank=self._modifier_rank or 0)
+            source.close()
+        return lost
 
     def _segments(self) -> Iterator[tuple[Runtime, Segment]]:
         for runtime, unit in self._units:
@@ -116,6 +158,12 @@ class GatheredParameters:
             segment.flat.copy_(snapshot)
         segment.fill(runtime.store, runtime.store.ledger)
         segment.accept_changes()
+
+
+def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (first, second)))
 
 
 def _write_back(runtime: Runtime, segment: Segment, modifier_rank: int) -> None:

@@ -3,7 +3,8 @@
 [Note: gradient path] A post-accumulate hook moves each gradient from `parameter.grad` into the flat
 scratch of its segment. When all have arrived, or the backward ends, the scratch is reduce-scattered
 over the ranks, averaged, added to what the window has accumulated, and the squared norms of the sum
-are taken over this rank's pieces. So a norm never depends on tiers, slots or sub-groups.
+are taken over this rank's pieces. So a norm never depends on tiers, slots or sub-groups. Where
+nothing moves, the tensors that autograd made are kept instead, see `zero/kept.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from offload.arrays import torch_dtype
 from offload.ledger import Activity
 from zero.comm import Communicator
 from zero.hooks import ModuleHook
+from zero.kept import KeptGradients
+from zero.parameter import take_gradient
 from zero.unit import Segment
 
 
@@ -49,6 +52,7 @@ class GradientReducer:
             member.order: member.name for segment in segments for member in segment.members
         }
         self._not_finite: list[str] = []
+        self.kept = KeptGradients(store)
 
     def register(self, on_arrival: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
         """Hook every parameter that gets gradients; `on_arrival` runs at each, inside backward.
@@ -77,15 +81,18 @@ class GradientReducer:
         for segment in self._segments if segments is None else segments:
             if segment.index in self._scratch:
                 self._reduce(segment)
+            elif self.kept.has_arrivals(segment):
+                self._note_kept(segment)
 
     def abandon(self) -> None:
         """Drop gradients that have arrived but are not reduced: their backward failed."""
         self._scratch.clear()
         self._arrived.clear()
+        self.kept.abandon()
 
     def has_pending(self) -> bool:
         """Tell whether gradients wait for their reduction."""
-        return bool(self._scratch)
+        return bool(self._scratch) or self.kept.is_arriving
 
     def global_norm(self) -> float:
         """Return the L2 norm of the accumulated gradients of all ranks, computed in fp64.
@@ -112,16 +119,19 @@ class GradientReducer:
 
     def _arrive(self, segment: Segment, position: int, parameter: torch.Tensor) -> None:
         if not segment.spec.trainable:
-            parameter.grad = None
+            take_gradient(parameter)
             return
         if self._on_arrival is not None:
             self._on_arrival()
         self._collect(segment, position, parameter)
 
     def _collect(self, segment: Segment, position: int, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        parameter.grad = None
+        gradient = take_gradient(parameter)
         if gradient is None:
+            return
+        if segment.index not in self._scratch and self.kept.accepts(segment, gradient):
+            if self.kept.arrive(segment, position, gradient) == len(segment.members):
+                self._note_kept(segment)
             return
         scratch = self._scratch.get(segment.index)
         if scratch is None:
@@ -153,8 +163,38 @@ class GradientReducer:
             shard = self._communicator.reduce_scatter_in_place(scratch)
             if self._communicator.world_size > 1:
                 shard.div_(self._communicator.world_size)
+        segment.dropped_gradients.clear()
+        self._store.add_gradient(segment.index, tensor_span(shard))
+        self._note_squares(segment, shard)
+
+    def _note_kept(self, segment: Segment) -> None:
+        """Add what a backward has delivered to the kept gradients, and measure them."""
+        segment.dropped_gradients.clear()
+        self.kept.merge(segment)
+        for position, member in enumerate(segment.members):
+            gradient = self.kept.gradient(segment, position)
+            self._squares[member.order] = (
+                self._kernels.sum_squares(
+                    array_at(tensor_span(gradient), segment.spec.gradient, gradient.numel()), 0
+                )
+                if gradient is not None and gradient.numel()
+                else 0.0
+            )
+
+    def settle(self, segment: Segment) -> None:
+        """Put kept gradients where the plan has them, for those who read or set single ones."""
+        self.kept.settle(segment)
+
+    def measure(self, segment: Segment) -> None:
+        """Take the norm of a segment's gradients anew: somebody has set them."""
+        self.settle(segment)
+        shard = torch.zeros(segment.layout.shard_numel, dtype=torch_dtype(segment.spec.gradient))
+        if shard.numel():
+            self._store.read_gradient(segment.index, tensor_span(shard))
+        self._note_squares(segment, shard)
+
+    def _note_squares(self, segment: Segment, shard: torch.Tensor) -> None:
         span = tensor_span(shard)
-        self._store.add_gradient(segment.index, span)
         element_bytes = segment.spec.gradient.size_bytes
         squares = dict.fromkeys(range(len(segment.members)), 0.0)
         for piece in segment.pieces:

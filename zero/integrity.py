@@ -6,9 +6,12 @@ Anything that would go untrained without a word is refused by name instead.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import nn
 
+from zero.parameter import raw_gradient, reference_of
 from zero.runtime import Runtime
 from zero.unit import Segment
 
@@ -18,6 +21,70 @@ def managed_parameters(runtime: Runtime) -> dict[str, nn.Parameter]:
     return {
         member.name: member.parameter for segment in runtime.segments for member in segment.members
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One place of a model that holds a managed parameter."""
+
+    module: nn.Module
+    key: str
+    parameter: nn.Parameter
+
+    @property
+    def found(self) -> nn.Parameter | None:
+        """What is in the place now."""
+        return self.module._parameters.get(self.key)
+
+
+def find_slots(model: nn.Module, runtime: Runtime) -> list[Slot]:
+    """Return every place of a model that holds a managed parameter; tied ones have several."""
+    managed = {id(parameter) for parameter in managed_parameters(runtime).values()}
+    return [
+        Slot(module, key, parameter)
+        for module in model.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and id(parameter) in managed
+    ]
+
+
+def adopt_replaced(slots: Sequence[Slot]) -> None:
+    """Take over the values of plain parameters that were put where managed ones belong.
+
+    `load_state_dict(assign=True)` and `module.weight = nn.Parameter(...)` do that. The managed
+    object goes back to its places, so optimizers and hooks go on; a collective if it happens.
+
+    Raises:
+        RuntimeError: if shape or type differ, or a tied parameter was replaced in one place only.
+    """
+    replaced: dict[int, list[Slot]] = {}
+    for slot in slots:
+        if slot.found is not slot.parameter and slot.found is not None:
+            replaced.setdefault(id(slot.parameter), []).append(slot)
+    for places in replaced.values():
+        parameter = places[0].parameter
+        reference = reference_of(parameter)
+        new = [slot.found for slot in places if slot.found is not None]
+        if reference is None or any(reference_of(each) is not None for each in new):
+            continue  # another managed parameter: `check_model` says what left the model
+        name, first = reference.name, new[0]
+        if len(places) < sum(slot.parameter is parameter for slot in slots) or any(
+            not torch.equal(first, other) for other in new[1:]
+        ):
+            raise RuntimeError(
+                f"parameter {name} is tied, and was replaced in some of its places, or by different"
+                " values; untie parameters before zero.initialize"
+            )
+        if any(each.shape != parameter.shape or each.dtype != parameter.dtype for each in new):
+            raise RuntimeError(
+                f"parameter {name} ({parameter.dtype}, shape {tuple(parameter.shape)}) was replaced"
+                f" by one of {first.dtype}, shape {tuple(first.shape)}; use"
+                " zero.resize_parameter to change a shape"
+            )
+        reference.source.communicator.join(f"replacing parameter {name}")
+        reference.source.write(first.detach().clone())
+        for slot in places:
+            slot.module._parameters[slot.key] = parameter
 
 
 def check_model(model: nn.Module, managed: Mapping[int, str], segments: Sequence[Segment]) -> None:
@@ -49,11 +116,10 @@ def check_model(model: nn.Module, managed: Mapping[int, str], segments: Sequence
         for member in segment.members:
             if member.parameter.requires_grad and not member.is_trainable_at_start:
                 raise RuntimeError(
-                    f"parameter {member.name} was frozen when the engine was made and requires a"
-                    " gradient now; it has no optimizer state: make it trainable before"
-                    " zero.initialize, and freeze it afterwards"
+                    f"parameter {member.name} was unfrozen while gradients were accumulated, and"
+                    " has none of this window; freeze and unfreeze between steps, before a forward"
                 )
-            if member.parameter.grad is not None:
+            if raw_gradient(member.parameter) is not None:
                 raise RuntimeError(
                     f"parameter {member.name} has a .grad that did not come from a backward of"
                     " this engine and would be ignored; gradients live in the engine's shards:"

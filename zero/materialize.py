@@ -5,7 +5,7 @@ Only one unit of a model on `meta` is in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -14,32 +14,38 @@ from torch import nn
 from offload import Store, write_parameters
 from zero.comm import Communicator
 from zero.errors import ConfigError
+from zero.nursery import NurserySource
+from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference, reference_of
 from zero.runtime import Runtime
-from zero.unit import Segment
+from zero.source import StoreSource
+from zero.unit import Segment, Unit
 
 InitFunction = Callable[[nn.Module], object]
 
 
-def materialize_modules(module: nn.Module, visited: set[int], init_fn: InitFunction | None) -> None:
-    """Replace what `module` and its children own on `meta` by initialised tensors on the CPU.
+def initialise_module(
+    name: str, module: nn.Module, on_meta: Collection[int], init_fn: InitFunction | None
+) -> None:
+    """Replace what one module owns on `meta` by initialised tensors on the CPU.
 
     Args:
-        module: the module to walk.
-        visited: modules that are done; extended.
-        init_fn: sets parameters and buffers of the one module it is given; without it the
-            module's own `reset_parameters` is called.
+        name: the module's name, for messages.
+        module: the module; its children are not touched.
+        on_meta: ids of the parameters that were on `meta` at first. A parameter that two modules
+            share is initialised by both, the last one counts, as `model.apply(init_fn)` does.
+        init_fn: sets parameters and buffers of the one module it is given, and may reach into its
+            children, which come first; without it the module's own `reset_parameters` is called.
 
     Raises:
         ConfigError: if a module cannot be initialised, or leaves something unset.
     """
-    for name, child in module.named_modules():
-        if id(child) in visited:
-            continue
-        visited.add(id(child))
-        fresh = _materialize_own(child)
-        if fresh:
-            _initialise(name or type(child).__name__, child, init_fn)
-            _check_set(name or type(child).__name__, child, fresh)
+    own = [id(each) in on_meta for each in module.parameters(recurse=False)]
+    below = [id(each) in on_meta for each in module.parameters()]
+    was_on_meta = any(own) or (bool(below) and all(below))
+    fresh = _materialize_own(module)
+    if fresh or (was_on_meta and init_fn is not None):
+        _initialise(name or type(module).__name__, module, init_fn)
+        _check_set(name or type(module).__name__, module, fresh)
 
 
 def seal_segment(segment: Segment, store: Store, communicator: Communicator) -> None:
@@ -51,30 +57,66 @@ def seal_segment(segment: Segment, store: Store, communicator: Communicator) -> 
         pieces.setdefault(piece.index, []).append((piece.first, piece.start, piece.numel))
     with torch.no_grad():
         for index, member in enumerate(segment.members):
-            values = member.parameter.detach().contiguous().reshape(-1)
-            if communicator.world_size > 1:
-                values = values.clone()
-                communicator.broadcast(values, 0)
+            values = _full_values(member.parameter, communicator)
             for first, start, numel in pieces.get(index, []):
                 target[start : start + numel] = values[first : first + numel].float()
     write_parameters(store, segment.index, masters)
     segment.attach(store)
 
 
+def _full_values(parameter: nn.Parameter, communicator: Communicator) -> torch.Tensor:
+    """Return the values of a parameter, flat: rank 0's, or those that `zero.Init` has sharded."""
+    reference = reference_of(parameter)
+    if reference is not None and isinstance(reference.source, NurserySource):
+        return reference.source.read().reshape(-1)
+    values = parameter.detach().contiguous().reshape(-1)
+    if communicator.world_size > 1:
+        values = values.clone()
+        communicator.broadcast(values, 0)
+    return values
+
+
+def refer(runtime: Runtime, unit: Unit, segment: Segment) -> None:
+    """Hang on the parameters of a segment where their values come from."""
+    for position, member in enumerate(segment.members):
+        source = StoreSource(runtime, segment, position, unit)
+        setattr(member.parameter, REFERENCE_ATTRIBUTE, ParameterReference(source))
+
+
 def seal_units(runtime: Runtime, init_fn: InitFunction | None) -> None:
-    """Materialise and seal every unit, the root unit last because it may own shared parameters."""
-    visited: set[int] = set()
-    for unit in [*runtime.units[1:], *runtime.units[:1]]:
-        materialize_modules(unit.module, visited, init_fn)
-        for segment in unit.segments:
-            seal_segment(segment, runtime.store, runtime.communicator)
-        unit.refer(runtime)
+    """Materialise every module and seal every unit once its module is done, the root unit last.
+
+    Children come before their parents, in the order in which a constructor builds them and
+    `model.apply` visits them, so random initialisation gives the bits of an unsharded model.
+    """
+    model = runtime.units[0].module
+    on_meta = {id(parameter) for parameter in model.parameters() if parameter.is_meta}
+    units = {id(unit.module): unit for unit in runtime.units}
+    done: set[int] = set()
+
+    def walk(module: nn.Module, name: str) -> None:
+        if id(module) in done:
+            return
+        done.add(id(module))
+        for key, child in module.named_children():
+            walk(child, f"{name}.{key}" if name else key)
+        initialise_module(name, module, on_meta, init_fn)
+        if id(module) in units:
+            _seal_unit(runtime, units[id(module)])
+
+    walk(model, "")
     with torch.no_grad():
-        for buffer in runtime.units[0].module.buffers():
+        for buffer in model.buffers():
             if runtime.communicator.world_size > 1:
                 values = buffer.contiguous()
                 runtime.communicator.broadcast(values, 0)
                 buffer.copy_(values)
+
+
+def _seal_unit(runtime: Runtime, unit: Unit) -> None:
+    for segment in unit.segments:
+        seal_segment(segment, runtime.store, runtime.communicator)
+        refer(runtime, unit, segment)
 
 
 def _materialize_own(module: nn.Module) -> list[torch.Tensor]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -30,27 +31,46 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(self, groups: Iterable[Any], defaults: dict[str, Any]) -> None:
         super().__init__(groups, {**ADAMW_DEFAULTS, **defaults})
         self._is_attached = False
+        self.has_new_groups = False
+        """Whether groups were added that the engine has not planned for yet."""
+        self._belongs: Callable[[torch.nn.Parameter], bool] | None = None
         self._run_step: Callable[[], None] | None = None
         self._drop_gradients: Callable[[], None] | None = None
 
-    def attach(self, run_step: Callable[[], None], drop_gradients: Callable[[], None]) -> None:
+    def attach(
+        self,
+        run_step: Callable[[], None],
+        drop_gradients: Callable[[], None],
+        belongs: Callable[[torch.nn.Parameter], bool],
+    ) -> None:
         """Connect the optimizer with the engine that moves its state."""
         self._is_attached = True
+        self._belongs = belongs
         self._run_step = run_step
         self._drop_gradients = drop_gradients
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group while the optimizer is built; later its parameters would go untrained.
+        """Add a group; an engine plans for it at its next step boundary.
 
         Raises:
-            RuntimeError: once the optimizer belongs to an engine.
+            RuntimeError: if a parameter is not in the engine's model.
         """
-        if getattr(self, "_is_attached", False):
-            raise RuntimeError(
-                "a parameter group cannot be added after zero.initialize: it has no shards; pass"
-                " all groups as model_parameters"
-            )
+        if not getattr(self, "_is_attached", False):
+            super().add_param_group(param_group)
+            return
+        params = param_group["params"]
+        param_group = {
+            **param_group,
+            "params": [params] if isinstance(params, torch.Tensor) else list(params),
+        }
+        for parameter in param_group["params"]:
+            if self._belongs is None or not self._belongs(parameter):
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} cannot be added to the"
+                    " optimizer: it is not in the engine's model"
+                )
         super().add_param_group(param_group)
+        self.has_new_groups = True
 
     def state_dict(self) -> dict[str, Any]:
         """Refuse: the state lives on the tiers, and this version has no checkpoints.
@@ -93,19 +113,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  torch's own
         """Drop the gradients accumulated so far, as in torch."""
-        super().zero_grad(set_to_none=set_to_none)
         if self._drop_gradients is not None:
             self._drop_gradients()
+        super().zero_grad(set_to_none=set_to_none)
 
-    def scalars(self, step: int, grad_scale: float) -> list[AdamWScalars]:
-        """Return the scalars of step `step` (the first is 1), one per parameter group.
+    def scalars(
+        self, step: int, grad_scale: float, groups: Sequence[UpdateGroup]
+    ) -> list[AdamWScalars]:
+        """Return the scalars of the engine's step `step` (the first is 1), one per update group.
 
         Raises:
             ValueError: naming the group and the hyper-parameter that cannot be used.
         """
         return [
-            _group_scalars(index, group, step, grad_scale)
-            for index, group in enumerate(self.param_groups)
+            _group_scalars(
+                group.index, self.param_groups[group.index], step - group.birth, grad_scale
+            )
+            for group in groups
         ]
 
 
@@ -200,9 +224,28 @@ def _check_membership(model: torch.nn.Module, optimizer: ZeroOptimizer) -> None:
                 )
 
 
-def group_parameters(optimizer: ZeroOptimizer | None) -> Sequence[Sequence[torch.nn.Parameter]]:
-    """Return the parameters of each parameter group."""
-    return [group["params"] for group in optimizer.param_groups] if optimizer is not None else []
+@dataclass(frozen=True, slots=True)
+class UpdateGroup:
+    """Parameters that are updated with the same scalars: one group's, that began together."""
+
+    index: int
+    """Index in `param_groups`."""
+    birth: int
+    """Updates of the engine before the first one of these parameters."""
+    parameters: Sequence[torch.nn.Parameter]
+
+
+def update_groups(
+    optimizer: ZeroOptimizer | None, births: Mapping[int, int]
+) -> Sequence[UpdateGroup]:
+    """Return the parameter groups, split where parameters began to be trained at other steps."""
+    found: list[UpdateGroup] = []
+    for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        by_birth: dict[int, list[torch.nn.Parameter]] = {}
+        for parameter in group["params"]:
+            by_birth.setdefault(births.get(id(parameter), 0), []).append(parameter)
+        found.extend(UpdateGroup(index, birth, each) for birth, each in by_birth.items())
+    return found
 
 
 def _trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:

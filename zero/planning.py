@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from zero.comm import Communicator
 from zero.config import ZeroConfig, load_config, preflight
 from zero.config.autos import hidden_size_of
 from zero.errors import PlanError
-from zero.optimizer import ZeroOptimizer, group_parameters, make_optimizer
-from zero.settings import Settings
+from zero.optimizer import UpdateGroup, ZeroOptimizer, make_optimizer, update_groups
+from zero.settings import NvmeSettings, Settings
 from zero.units import UnitBlueprint, form_units
 
 NVME_ALIGNMENT_BYTES = 4096
@@ -89,6 +89,20 @@ class Blueprint:
     plan: Plan
     units: Sequence[UnitBlueprint]
     optimizer: ZeroOptimizer | None
+    groups: Sequence[UpdateGroup] = ()
+    """What each `SegmentSpec.param_group` stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What differs from the model as it stands, when an engine is planned anew."""
+
+    births: Mapping[int, int] = field(default_factory=dict)
+    """By id of the parameter: updates of the engine before its first one."""
+    numels: Mapping[int, int] = field(default_factory=dict)
+    """By id of the parameter: its elements once it is resized."""
+    replaced: object = None
+    """The runtime that holds the parameters until then."""
 
 
 def plan_memory(model: nn.Module, config: ConfigSource, world_size: int | None = None) -> Plan:
@@ -137,6 +151,11 @@ def open_io_engine(settings: Settings) -> Engine:
     )
 
 
+def open_spool_engine(nvme: NvmeSettings | None) -> Engine:
+    """Open an engine for what rests in files beside the plan of an engine."""
+    return open_engine("auto", directory=nvme.path if nvme is not None else None, thread_count=2)
+
+
 def make_blueprint(
     model: nn.Module,
     settings: Settings,
@@ -144,10 +163,18 @@ def make_blueprint(
     engine: Engine,
     world_size: int,
     local_world_size: int,
+    changes: Changes | None = None,
 ) -> Blueprint:
     """Decide units and placement, and check that the disk can hold the plan."""
+    changes = changes or Changes()
+    groups = update_groups(optimizer, changes.births)
     units = form_units(
-        model, group_parameters(optimizer), settings.element, settings.gradient_element
+        model,
+        [group.parameters for group in groups],
+        settings.element,
+        settings.gradient_element,
+        changes.numels,
+        changes.replaced,
     )
     request = PlacementRequest(
         segments=tuple(spec for unit in units for spec, _ in unit.segments),
@@ -189,7 +216,7 @@ def make_blueprint(
         host_budget_source=source,
         rss_at_start_bytes=process_bytes("VmRSS")["VmRSS"],
     )
-    return Blueprint(settings, plan, units, optimizer)
+    return Blueprint(settings, plan, units, optimizer, groups)
 
 
 def describe_segments(segments: Sequence[SegmentSpec]) -> str:

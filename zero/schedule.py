@@ -51,6 +51,9 @@ class UnitScheduler:
         self._tasks_with_callback: set[int] = set()
         self._handles: list[Any] = []
         self._forward_thread: int | None = None
+        self._is_retired = False
+        self.on_resize: Callable[[Any], None] | None = None
+        """Gives a parameter of this runtime another shape."""
         self.on_backward_end: Callable[[], None] | None = None
         """Called when a backward that delivered gradients has ended."""
         self.on_backward_failure: Callable[[], None] | None = None
@@ -78,6 +81,11 @@ class UnitScheduler:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def retire(self) -> None:
+        """Take all hooks off for good; those of a call that is under way do nothing."""
+        self.remove()
+        self._is_retired = True
 
     def hold(self, unit: Unit) -> None:
         """Unshard a unit for a `GatheredParameters` window."""
@@ -133,8 +141,10 @@ class UnitScheduler:
             self.on_backward_failure()
 
     def _before_forward(
-        self, unit: Unit, _module: nn.Module, args: Any, kwargs: dict[str, Any]
+        self, unit: Unit, _module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None
     ) -> None:
+        if self._is_retired:
+            return
         if not self._in_forward:
             self.recover_if_idle()
             self._forward_thread = threading.get_ident()
@@ -157,7 +167,9 @@ class UnitScheduler:
     def _after_forward(
         self, unit: Unit, _module: nn.Module, _args: Any, _kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if not self._tokens[unit.index] or self._forward_thread != threading.get_ident():
+        if self._is_retired or not self._tokens[unit.index]:
+            return output
+        if self._forward_thread != threading.get_ident():
             return output  # a pre-hook failed before ours ran, or ours refused this thread
         unit.forward_depth -= 1
         token = self._tokens[unit.index].pop()

@@ -9,19 +9,23 @@ storage to zero frees them too, and filling it again revives them.
 from __future__ import annotations
 
 import enum
-import weakref
+import zlib
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from estimators import FlatLayout, Piece, SegmentSpec, shard_pieces
-from offload import Ledger, Store, tensor_at, tensor_span
+from offload import Ledger, Store, tensor_at, tensor_span, write_parameters
 from offload.arrays import torch_dtype
 from offload.ledger import Activity
 from zero.comm import Communicator
-from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference, ShardedParameter
+from zero.parameter import ShardedParameter
 from zero.units import ManagedParameter
+
+AUDITED_WINDOWS = 3
+"""Windows of a segment whose values are summed up before and after: a write through `.data` moves
+no version counter."""
 
 
 class UnitState(enum.Enum):
@@ -57,7 +61,11 @@ class Segment:
         self.is_in_place = False
         self.flat = torch.empty(0, dtype=torch_dtype(spec.element))  # [padded numel] once attached
         self._communicator = communicator
+        self.dropped_gradients: set[int] = set()
+        """Positions whose gradient was set to None since the segment last got gradients."""
         self._versions: list[int] = []
+        self._checksums: list[int] = []
+        self._audits_left = AUDITED_WINDOWS
         self._use_count = 0
 
     @property
@@ -99,6 +107,8 @@ class Segment:
             for parameter in self.parameters:
                 parameter.__class__ = nn.Parameter
             self._use_count = _use_count(self.flat)
+            self._checksums = self.checksums() if self._audits_left > 0 else []
+            self._audits_left -= 1
         self._versions = self.versions
 
     def hide(self) -> None:
@@ -120,10 +130,30 @@ class Segment:
     def changed(self, since: Sequence[int] | None = None) -> list[ManagedParameter]:
         """Return the parameters written in place since they were exposed, or since `versions`."""
         versions = self._versions if since is None else since
-        return [
+        moved = [
             member
             for member, version in zip(self.members, versions, strict=True)
             if member.parameter._version != version or self._has_strayed(member)
+        ]
+        if moved or since is not None or not self._checksums:
+            return moved
+        return self.differing(self._checksums)
+
+    def checksums(self) -> list[int]:
+        """Return a checksum of the values of each parameter."""
+        memory = tensor_span(self.flat).view() if self.flat.numel() else memoryview(b"")
+        size = self.flat.element_size()
+        return [
+            zlib.crc32(memory[offset * size : (offset + numel) * size])
+            for offset, numel in zip(self.layout.offsets, self.layout.numels, strict=True)
+        ]
+
+    def differing(self, checksums: Sequence[int]) -> list[ManagedParameter]:
+        """Return the parameters whose values have another checksum now."""
+        return [
+            member
+            for member, old, new in zip(self.members, checksums, self.checksums(), strict=True)
+            if old != new
         ]
 
     def collect_strays(self) -> None:
@@ -151,6 +181,22 @@ class Segment:
     def accept_changes(self) -> None:
         """Take the current values as unchanged."""
         self._versions = self.versions
+        self._checksums = []
+
+    def commit(self, store: Store) -> None:
+        """Take over what a user changed in place: parameters whose flat buffer is the shard."""
+        if self.is_in_place and self.changed():  # [Note: whoever writes a parameter ...]
+            self.collect_strays()
+            write_parameters(store, self.index, self.flat.float().clone().numpy())
+            self.accept_changes()
+
+    def forget_value(self, position: int) -> None:
+        """Tell autograd that one parameter changed, and take the change as known."""
+        parameter = self.members[position].parameter
+        torch.autograd.graph.increment_version([parameter])
+        if self._versions:
+            self._versions[position] = parameter._version
+        self._checksums = []
 
     def forget_values(self) -> None:
         """Tell autograd that the values changed: a graph that saved the old ones must not run."""
@@ -212,6 +258,11 @@ class Unit:
         )
 
     @property
+    def is_unsharded(self) -> bool:
+        """Whether the full parameters are in memory and count."""
+        return self.state is UnitState.UNSHARDED
+
+    @property
     def is_held(self) -> bool:
         """Whether something still needs the full parameters."""
         return bool(self.forward_depth or self.gather_depth or self.backward_tokens)
@@ -265,16 +316,6 @@ class Unit:
                 " unsharded, and the change is lost; change them inside"
                 " `with zero.GatheredParameters(parameters, modifier_rank=0):`"
             )
-
-    def refer(self, owner: object) -> None:
-        """Hang a weak reference to `owner`, the runtime, on the parameters of this unit."""
-        for segment in self.segments:
-            for member in segment.members:
-                setattr(
-                    member.parameter,
-                    REFERENCE_ATTRIBUTE,
-                    ParameterReference(member.name, self.name, weakref.ref(owner), self.index),
-                )
 
 
 def _use_count(flat: torch.Tensor) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from estimators import ElementType, SegmentSpec
 from zero.errors import ConfigError
-from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference, ShardedParameter
+from zero.nursery import NurserySource
+from zero.parameter import ShardedParameter, reference_of
+from zero.source import StoreSource
 
 ROOT_NAME = "<root>"
 
@@ -76,6 +78,8 @@ def form_units(
     groups: Sequence[Sequence[nn.Parameter]],
     element: ElementType | None,
     gradient_element: ElementType | None = None,
+    numels: Mapping[int, int] | None = None,
+    replaced: object = None,
 ) -> list[UnitBlueprint]:
     """Return the units of a model, the root unit first; a shared parameter belongs to the root.
 
@@ -84,6 +88,8 @@ def form_units(
         groups: parameters of each optimizer parameter group.
         element: type to train in, or None to keep each parameter's own.
         gradient_element: type to accumulate gradients in, or None for each parameter's own.
+        numels: elements of parameters that are about to be resized, by their id.
+        replaced: the runtime that holds the parameters now and is about to be replaced, or None.
 
     Raises:
         ConfigError: if a parameter has a type that cannot be trained, or shares memory.
@@ -94,7 +100,7 @@ def form_units(
     group_of = {id(each): index for index, group in enumerate(groups) for each in group}
     members: list[list[ManagedParameter]] = [[] for _ in range(len(blocks) + 1)]
     for order, (name, parameter) in enumerate(model.named_parameters()):
-        if not _is_managed(name, parameter):
+        if not _is_managed(name, parameter, replaced):
             continue
         units = owners[id(parameter)]
         members[units.copy().pop() if len(units) == 1 else 0].append(
@@ -109,7 +115,11 @@ def form_units(
         )
     named = [(ROOT_NAME, model), *blocks]
     return [
-        UnitBlueprint(name, module, tuple(_segments(index, name, members[index], gradient_element)))
+        UnitBlueprint(
+            name,
+            module,
+            tuple(_segments(index, name, members[index], (gradient_element, numels or {}))),
+        )
         for index, (name, module) in enumerate(named)
         if members[index] or index == 0
     ]
@@ -129,7 +139,7 @@ def _owners(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, set[int]
     return owners
 
 
-def _is_managed(name: str, parameter: nn.Parameter) -> bool:
+def _is_managed(name: str, parameter: nn.Parameter, replaced: object) -> bool:
     """Tell whether a parameter is sharded; one that is not must not need training.
 
     Raises:
@@ -137,8 +147,13 @@ def _is_managed(name: str, parameter: nn.Parameter) -> bool:
     """
     if isinstance(parameter, UninitializedParameter):
         raise ConfigError(f"parameter {name} has no shape yet; run the lazy module once first")
-    reference = getattr(parameter, REFERENCE_ATTRIBUTE, None)
-    if isinstance(reference, ParameterReference) and reference.is_alive:
+    reference = reference_of(parameter)
+    source = reference.source if reference is not None else None
+    if isinstance(source, NurserySource):
+        return True
+    if isinstance(source, StoreSource) and replaced is not None and source.owner() is replaced:
+        return True
+    if reference is not None and reference.is_alive:
         raise ConfigError(
             f"parameter {name} already belongs to an engine; destroy that engine first, or build"
             " the model anew"
@@ -167,9 +182,10 @@ def _segments(
     unit_index: int,
     unit: str,
     members: Iterable[ManagedParameter],
-    gradient_element: ElementType | None,
+    choices: tuple[ElementType | None, Mapping[int, int]],
 ) -> list[tuple[SegmentSpec, tuple[ManagedParameter, ...]]]:
     """Split a unit's parameters by type, trainability and parameter group, in stable order."""
+    gradient_element, resized = choices
     keyed: dict[tuple[ElementType, int], list[ManagedParameter]] = {}
     for member in members:
         keyed.setdefault((member.element, member.param_group), []).append(member)
@@ -179,7 +195,9 @@ def _segments(
                 unit=unit,
                 unit_index=unit_index,
                 names=tuple(member.name for member in chosen),
-                numels=tuple(member.parameter.numel() for member in chosen),
+                numels=tuple(
+                    resized.get(id(member.parameter), member.parameter.numel()) for member in chosen
+                ),
                 element=element,
                 trainable=group >= 0,
                 param_group=max(group, 0),

@@ -42,3 +42,11 @@ def run_worker(
         timeout=timeout_s,
         check=False,
     )
+
+
+def run_rank_case(case: str, scratch: Path, world_size: int = 2) -> list[str]:
+    """Run a case of `ranks.py` and return what each rank said came of it."""
+    done = run_worker("ranks.py", case, str(scratch), world_size=world_size, timeout_s=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line[:1].isdigit())
+    return [found[str(rank)] for rank in range(world_size)]

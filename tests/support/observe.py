@@ -36,6 +36,8 @@ def full_gradients(engine: zero.ZeroEngine) -> dict[str, np.ndarray]:
     for segment in runtime.segments:
         if not segment.spec.trainable:
             continue
+        if runtime.reducer is not None:
+            runtime.reducer.settle(segment)
         flat = torch.empty(segment.layout.padded_numel, dtype=torch_dtype(segment.spec.gradient))
         own = runtime.communicator.own_slice(flat)
         if flat.numel():

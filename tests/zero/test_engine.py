@@ -368,17 +368,6 @@ def test_parts_of_the_model_that_are_called_alone_count_as_micro_batches() -> No
     engine.destroy()
 
 
-def test_unfreezing_later_is_refused_by_name() -> None:
-    model = make_model()
-    model.norm.weight.requires_grad_(requires_grad=False)
-    engine, _, _, _ = zero.initialize(model=model, config=make_config(host_memory=MEMORY))
-    model.norm.weight.requires_grad_(requires_grad=True)
-    engine.backward(engine(*make_batch(0)))
-    with pytest.raises(RuntimeError, match=r"norm\.weight was frozen when"):
-        engine.step()
-    engine.destroy()
-
-
 def test_writes_between_steps_are_trained_from_wherever_the_state_rests() -> None:
     """A plain write to a parameter that rests in place resets its low bits too."""
     results = []

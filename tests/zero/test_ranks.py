@@ -6,36 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import run_worker
+from tests.support.launch import run_rank_case
 
 pytestmark = pytest.mark.nvme
 
 
-def outcomes(case: str, scratch: Path) -> list[str]:
-    done = run_worker("ranks.py", case, str(scratch), world_size=2, timeout_s=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line[:1] in "01")
-    return [found["0"], found["1"]]
-
-
 def test_another_order_of_blocks_on_one_rank_is_refused(scratch: Path) -> None:
-    for outcome in outcomes("different_order", scratch):
+    for outcome in run_rank_case("different_order", scratch):
         assert outcome.startswith("RuntimeError")
         assert "all ranks must use the same parts of the model in the same order" in outcome
 
 
 def test_another_model_on_one_rank_is_refused(scratch: Path) -> None:
-    for outcome in outcomes("different_models", scratch):
+    for outcome in run_rank_case("different_models", scratch):
         assert "zero.initialize with a model of its own" in outcome
 
 
 def test_weights_and_buffers_of_rank_0_count(scratch: Path) -> None:
-    first, second = outcomes("different_seeds", scratch)
+    first, second = run_rank_case("different_seeds", scratch)
     assert first == second
     assert first.endswith("[0.0, 0.0, 0.0]")
 
 
 def test_a_block_that_no_rank_uses_is_no_hindrance(scratch: Path) -> None:
-    first, second = outcomes("unused_everywhere", scratch)
+    first, second = run_rank_case("unused_everywhere", scratch)
     assert first == second
     assert len(first) == 12

@@ -1,0 +1,295 @@
+"""Read and write a range of one field of a segment's shard, wherever its sub-groups rest.
+
+A range is in elements of the shard. Fields are what users name: the parameter, its fp32 master,
+its gradient and the two moments. Writing a parameter or a master writes both, see
+[Note: whoever writes a parameter writes its residual]. What is on NVMe moves in whole sections of a
+sub-group; `ShardReader` keeps the last sub-group, so ranges in ascending order page each once.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, assert_never
+
+import numpy as np
+import torch
+
+from estimators import ElementType, Section, StateField, SubGroup
+from offload.arrays import array_at, clear_bytes, tensor_at, tensor_span, torch_dtype
+from offload.slots import Slot
+from offload.state import state_arrays
+from offload.store import Store
+from offload.write import encode_masters
+
+Array = np.ndarray[Any, Any]
+
+
+class Field(enum.Enum):
+    """What is kept of each parameter."""
+
+    PARAMETER = "parameter"
+    MASTER = "fp32_param"
+    GRADIENT = "grad"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+
+
+def field_dtype(store: Store, segment: int, field: Field) -> torch.dtype:
+    """Return the type in which a field of a segment is read and written."""
+    spec = store.plan.request.segments[segment]
+    match field:
+        case Field.PARAMETER:
+            return torch_dtype(spec.element)
+        case Field.GRADIENT:
+            return torch_dtype(spec.gradient)
+        case Field.MASTER | Field.EXP_AVG | Field.EXP_AVG_SQ:
+            return torch.float32
+        case _:
+            assert_never(field)
+
+
+def has_field(store: Store, segment: int, field: Field) -> bool:
+    """Tell whether a segment has a field now: frozen ones have no state, and gradients come."""
+    request = store.plan.request
+    if field is Field.PARAMETER:
+        return True
+    if not (request.trains and request.segments[segment].trainable):
+        return False
+    return field is not Field.GRADIENT or store.has_gradient(segment)
+
+
+def read_range(store: Store, segment: int, field: Field, start: int, stop: int) -> torch.Tensor:
+    """Return a private copy of elements `[start, stop)` of a field, shape `[stop - start]`.
+
+    Raises:
+        PageError: if a page-in failed.
+    """
+    store.require_intact()
+    target = torch.zeros(stop - start, dtype=field_dtype(store, segment, field))
+    for group in store.plan.by_segment[segment]:
+        low, high = max(start, group.start), min(stop, group.stop)
+        if low < high:
+            part = target[low - start : high - start]
+            with _lent(store, group, _sections((field,))) as slot:
+                _copy_out(store, group, slot, field, (low - group.start, part))
+    return target
+
+
+def write_range(store: Store, segment: int, field: Field, start: int, values: torch.Tensor) -> None:
+    """Set elements of a field from `start` on; `values` are of the field's type, contiguous.
+
+    Raises:
+        PageError: if a transfer failed.
+    """
+    store.require_intact()
+    if field is Field.GRADIENT and not store.has_gradient(segment):
+        numel = sum(group.numel for group in store.plan.by_segment[segment])
+        zeros = torch.zeros(numel, dtype=field_dtype(store, segment, field))
+        if numel:
+            store.add_gradient(segment, tensor_span(zeros))
+    stop = start + values.numel()
+    for group in store.plan.by_segment[segment]:
+        low, high = max(start, group.start), min(stop, group.stop)
+        if low < high:
+            _write_group(store, group, field, low - group.start, values[low - start : high - start])
+    if store.pager is not None:
+        store.pager.drain()
+
+
+class ShardReader:
+    """Reads several fields of one segment; ranges in ascending order page each sub-group once."""
+
+    def __init__(self, store: Store, segment: int, fields: Collection[Field]) -> None:
+        self._store = store
+        self._segment = segment
+        self._fields = [field for field in fields if has_field(store, segment, field)]
+        self._group: SubGroup | None = None
+        self._copies: dict[Field, torch.Tensor] = {}
+
+    def read(self, start: int, stop: int) -> dict[Field, torch.Tensor]:
+        """Return private copies of elements `[start, stop)` of the fields that there are."""
+        store = self._store
+        store.require_intact()
+        found = {
+            field: torch.zeros(stop - start, dtype=field_dtype(store, self._segment, field))
+            for field in self._fields
+        }
+        for group in store.plan.by_segment[self._segment]:
+            low, high = max(start, group.start), min(stop, group.stop)
+            if low >= high:
+                continue
+            self._load(group)
+            for field, target in found.items():
+                source = self._copies[field][low - group.start : high - group.start]
+                target[low - start : high - start] = source
+        return found
+
+    def _load(self, group: SubGroup) -> None:
+        if self._group is group:
+            return
+        self._copies = {}
+        with _lent(self._store, group, _sections(self._fields)) as slot:
+            for field in self._fields:
+                copy = torch.zeros(
+                    group.numel, dtype=field_dtype(self._store, self._segment, field)
+                )
+                _copy_out(self._store, group, slot, field, (0, copy))
+                self._copies[field] = copy
+        self._group = group
+
+
+def _sections(fields: Collection[Field]) -> frozenset[Section]:
+    """Return the sections that hold some fields."""
+    needed: set[Section] = set()
+    for field in fields:
+        match field:
+            case Field.PARAMETER:
+                needed.add(Section.PARAMETER)
+            case Field.GRADIENT:
+                needed.add(Section.GRADIENT)
+            case Field.MASTER:
+                needed.update((Section.PARAMETER, Section.STATE))
+            case Field.EXP_AVG | Field.EXP_AVG_SQ:
+                needed.add(Section.STATE)
+            case _:
+                assert_never(field)
+    if {Section.GRADIENT, Section.STATE} <= needed:
+        needed.add(Section.PARAMETER)  # lies between them: one read
+    return frozenset(needed)
+
+
+def _stored(store: Store, group: SubGroup, section: Section) -> bool:
+    """Tell whether NVMe holds values of a section; state that was never written is zero."""
+    if section is Section.STATE and group.index not in store.written_states:
+        return False
+    if section is Section.GRADIENT and not store.has_gradient(group.segment):
+        return False
+    return group.on_nvme(section)
+
+
+def _lend(store: Store, group: SubGroup, wanted: frozenset[Section]) -> Slot | None:
+    """Return a slot with the wanted sections that rest on NVMe (None: none of them does)."""
+    paged = frozenset(section for section in wanted if group.on_nvme(section))
+    if group.extent is None or store.pager is None or not paged:
+        return None
+    reads = frozenset(section for section in paged if _stored(store, group, section))
+    if {Section.GRADIENT, Section.STATE} <= reads and group.on_nvme(Section.PARAMETER):
+        reads |= {Section.PARAMETER}
+    slot = store.pager.page_in(group.extent, reads) if reads else store.pager.blank(group.extent)
+    for section in paged - reads:
+        clear_bytes(slot.section(section))
+    return slot
+
+
+@contextmanager
+def _lent(store: Store, group: SubGroup, wanted: frozenset[Section]) -> Iterator[Slot | None]:
+    """Lend a slot for reading; it is given back unchanged."""
+    slot = _lend(store, group, wanted)
+    try:
+        yield slot
+    finally:
+        if slot is not None and store.pager is not None:
+            store.pager.release(slot)
+
+
+def _copy_out(
+    store: Store, group: SubGroup, slot: Slot | None, field: Field, part: tuple[int, torch.Tensor]
+) -> None:
+    """Copy a field of a lent sub-group, from an element on, into a tensor."""
+    first, target = part
+    chosen = slice(first, first + target.numel())
+    spec = store.plan.request.segments[group.segment]
+    if field is Field.PARAMETER or (field is Field.MASTER and spec.element is ElementType.FP32):
+        span = store.section_span(group, Section.PARAMETER, slot)
+        target.copy_(tensor_at(span, spec.element, group.numel)[chosen])
+    elif field is Field.GRADIENT:
+        if store.has_gradient(group.segment):
+            span = store.section_span(group, Section.GRADIENT, slot)
+            target.copy_(tensor_at(span, spec.gradient, group.numel)[chosen])
+    else:
+        span = store.section_span(group, Section.STATE, slot)
+        state = state_arrays(store.plan, spec, group, span)
+        if field is Field.MASTER and state.residual is not None:
+            parameter = store.section_span(group, Section.PARAMETER, slot)
+            store.kernels.join_master(
+                array_at(parameter, spec.element, group.numel)[chosen],
+                state.residual[chosen],
+                target.numpy(),
+            )
+            return
+        array = {
+            Field.MASTER: state.master,
+            Field.EXP_AVG: state.exp_avg,
+            Field.EXP_AVG_SQ: state.exp_avg_sq,
+        }[field]
+        if array is not None:
+            target.numpy()[:] = array[chosen]
+
+
+def _write_group(
+    store: Store, group: SubGroup, field: Field, first: int, values: torch.Tensor
+) -> None:
+    """Set elements of one field of one sub-group, and what follows from them."""
+    spec = store.plan.request.segments[group.segment]
+    sections = _sections((field,))
+    kept: dict[StateField, Array] = {}
+    raw: Array | None = None
+    if field in (Field.PARAMETER, Field.MASTER):
+        masters = values.float().contiguous().numpy()
+        raw, kept = encode_masters(
+            store.kernels, spec.element, store.plan.request.state_format, masters
+        )
+        if group.tier(Section.STATE) is None:
+            kept = {}
+        sections = _sections((Field.MASTER if kept else Field.PARAMETER,))
+    slot = _lend(store, group, sections)
+    try:
+        if raw is not None:
+            _put_parameter(store, group, slot, first, raw)
+        if field is Field.GRADIENT:
+            span = store.section_span(group, Section.GRADIENT, slot)
+            tensor_at(span, spec.gradient, group.numel)[first : first + values.numel()] = values
+        if kept or field in (Field.EXP_AVG, Field.EXP_AVG_SQ):
+            _put_state(store, group, slot, first, kept or {_MOMENTS[field]: values.numpy()})
+    except BaseException:
+        if slot is not None and store.pager is not None:
+            store.pager.release(slot)
+        raise
+    if slot is not None and store.pager is not None:
+        written = frozenset(section for section in sections if group.on_nvme(section))
+        store.pager.page_out(slot, written)
+        if Section.STATE in written:
+            store.written_states.add(group.index)
+
+
+_MOMENTS = {Field.EXP_AVG: StateField.EXP_AVG, Field.EXP_AVG_SQ: StateField.EXP_AVG_SQ}
+
+
+def _put_parameter(
+    store: Store, group: SubGroup, slot: Slot | None, first: int, raw: Array
+) -> None:
+    spec = store.plan.request.segments[group.segment]
+    span = store.section_span(group, Section.PARAMETER, slot)
+    array = array_at(span, ElementType.INT16, span.size_bytes // 2).view(np.uint8)
+    begin = first * spec.element.size_bytes
+    array[begin : begin + raw.size] = raw
+
+
+def _put_state(
+    store: Store, group: SubGroup, slot: Slot | None, first: int, fields: Mapping[StateField, Array]
+) -> None:
+    spec = store.plan.request.segments[group.segment]
+    span = store.section_span(group, Section.STATE, slot)
+    state = state_arrays(store.plan, spec, group, span)
+    targets = {
+        StateField.MASTER: state.master,
+        StateField.RESIDUAL: state.residual,
+        StateField.EXP_AVG: state.exp_avg,
+        StateField.EXP_AVG_SQ: state.exp_avg_sq,
+    }
+    for key, values in fields.items():
+        target = targets[key]
+        if target is not None:
+            target[first : first + values.size] = values

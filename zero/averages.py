@@ -1,0 +1,110 @@
+"""An exponential moving average of a model's weights, kept by the shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from offload import Field, Spool, SpooledArray
+from zero.errors import ShardedAccessError
+from zero.parameter import reference_of
+from zero.planning import open_spool_engine
+from zero.settings import NvmeSettings
+from zero.source import ShardSource, StoreSource
+
+PIECE_NUMEL = 4 << 20
+"""Elements that are in memory at a time."""
+
+
+class ShardedAverage:
+    """Averages the fp32 values of all trained parameters; each rank has its own pieces.
+
+    No rank ever gathers anything to update it. The average rests in host memory, or in unnamed
+    files of `directory`.
+    """
+
+    def __init__(
+        self, model: nn.Module, decay: float = 0.999, directory: str | Path | None = None
+    ) -> None:
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"decay must be between 0 and 1, got {decay}")
+        self.decay = decay
+        nvme = NvmeSettings(Path(directory)) if directory is not None else None
+        self._spool = Spool(lambda: open_spool_engine(nvme), nvme.path if nvme else None)
+        self._averages: list[tuple[nn.Parameter, SpooledArray]] = []
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if reference_of(parameter) is None:
+                raise ShardedAccessError(
+                    f"parameter {name} belongs to no engine; give the model to zero.initialize"
+                )
+            self._averages.append((parameter, self._spool.put(_own_values(parameter))))
+
+    def update(self) -> None:
+        """Move the average towards the current values, `decay` of the old one stays."""
+        for parameter, average in self._averages:
+            source, field = _source_of(parameter)
+            values = source.read_own(field).float()
+            if values.numel() != average.numel:
+                raise ShardedAccessError(
+                    f"this rank's piece of {source.name} has {values.numel()} elements now, its"
+                    f" average {average.numel}; the engine was planned anew: make a new average"
+                )
+            for start in range(0, average.numel, PIECE_NUMEL):
+                stop = min(start + PIECE_NUMEL, average.numel)
+                old = average.read(start, stop)
+                average.write(start, old * self.decay + values[start:stop] * (1 - self.decay))
+
+    def full(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the whole average of one parameter, fp32; a collective."""
+        for known, average in self._averages:
+            if known is parameter:
+                source, _ = _source_of(parameter)
+                source.communicator.join(f"reading the average of {source.name}")
+                full = torch.empty(source.shape)
+                source.assemble(full, average.read())
+                return full
+        raise ShardedAccessError(
+            f"there is no average of a parameter of shape {tuple(parameter.shape)}; it was frozen"
+            " or is of another model"
+        )
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Exchange values and averages for a `with` block, for example to evaluate."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        for parameter, average in self._averages:
+            source, field = _source_of(parameter)
+            values = source.read_own(field)
+            source.write_own(field, average.read().to(values.dtype))
+            average.write(0, values.float())
+            source.after_write(field)
+
+
+def _source_of(parameter: nn.Parameter) -> tuple[ShardSource, Field]:
+    reference = reference_of(parameter)
+    if reference is None:
+        raise ShardedAccessError("the engine of this model is gone, and its average with it")
+    source = reference.source
+    if isinstance(source, StoreSource) and source.live() is not None:
+        raise ShardedAccessError(
+            f"the average cannot be used while {source.name} is gathered; leave the"
+            " zero.GatheredParameters block first"
+        )
+    return source, Field.MASTER if source.has(Field.MASTER) else Field.PARAMETER
+
+
+def _own_values(parameter: nn.Parameter) -> torch.Tensor:
+    source, field = _source_of(parameter)
+    return source.read_own(field).float()

@@ -1,0 +1,261 @@
+"""Change what an engine trains: take everything off its tiers, plan again, and put it back.
+
+[Note: replan] Freezing or unfreezing parameters, adding parameter groups and resizing change the
+segments, and with them offsets, sub-groups and extents. So at a step boundary every parameter goes
+back into a nursery, with its fp32 master, and its moments beside it; a new plan is made as
+`zero.initialize` makes one, and everything returns. Parameters keep their objects. The new plan is
+made before anything moves: one that does not fit is refused with its numbers. Moments of parameters
+that are frozen wait, so that unfreezing them goes on where they stopped, with their own step count.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from offload import Field, Spool
+from zero import machine
+from zero.build import build_runtime
+from zero.errors import PlanError
+from zero.fragments import iterate_states
+from zero.nursery import Nursery, NurserySource, SpooledShard
+from zero.optimizer import ZeroOptimizer
+from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference, reference_of
+from zero.planning import (
+    Blueprint,
+    Changes,
+    describe_segments,
+    make_blueprint,
+    open_io_engine,
+    open_spool_engine,
+)
+from zero.runtime import Runtime
+from zero.settings import NvmeSettings, Settings
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Moments:
+    """Optimizer state of one parameter that is not in any store at the moment."""
+
+    exp_avg: SpooledShard
+    exp_avg_sq: SpooledShard
+    steps: int
+    """Updates that the parameter has had."""
+
+
+@dataclass(slots=True, eq=False)
+class History:
+    """What an engine remembers of parameters beyond their segments."""
+
+    births: dict[int, int] = field(default_factory=dict)
+    """By id of the parameter: updates of the engine before its first one."""
+    dormant: dict[int, Moments] = field(default_factory=dict)
+    """By id: state of parameters that are frozen at the moment."""
+    updates: int = 0
+    """Updates that the engine has made."""
+
+    def steps_of(self, parameter: nn.Parameter) -> int:
+        """Return the updates that a trained parameter has had."""
+        return self.updates - self.births.get(id(parameter), 0)
+
+    def births_now(self, old: Runtime, optimizer: ZeroOptimizer) -> dict[int, int]:
+        """Return the births of what the optimizer trains from now on."""
+        trained = {
+            id(member.parameter)
+            for segment in old.segments
+            if segment.spec.trainable
+            for member in segment.members
+        }
+        found = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                key = id(parameter)
+                if key in trained:
+                    found[key] = self.births.get(key, 0)
+                else:
+                    waiting = self.dormant.get(key)
+                    found[key] = self.updates - (waiting.steps if waiting is not None else 0)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rebuilt:
+    """The new runtime, plan and groups of an engine."""
+
+    runtime: Runtime
+    blueprint: Blueprint
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """A parameter that gets another shape."""
+
+    parameter: nn.Parameter
+    shape: torch.Size
+    init: Callable[[torch.Tensor], object] | None
+    """Fills a new tensor, before the old values are put where both shapes have elements."""
+
+    def of(self, old: torch.Tensor, *, is_value: bool) -> torch.Tensor:
+        """Return the new form of old values, or of old moments, whose new elements are zero."""
+        new = torch.zeros(self.shape, dtype=old.dtype)
+        if is_value and self.init is not None:
+            with torch.no_grad():
+                self.init(new)
+        common = tuple(slice(0, min(pair)) for pair in zip(old.shape, self.shape, strict=True))
+        new[common] = old[common]
+        return new
+
+
+def rebuild(
+    model: nn.Module,
+    old: Runtime,
+    settings: Settings,
+    optimizer: ZeroOptimizer,
+    history: History,
+    resize: Resize | None = None,
+) -> Rebuilt:
+    """Move everything that `old` holds into a new runtime; a collective.
+
+    Raises:
+        PlanError: if the new plan, or what waits meanwhile, does not fit; nothing has changed.
+    """
+    io = open_io_engine(settings)
+    try:
+        births = history.births_now(old, optimizer)
+        numels = {id(resize.parameter): resize.shape.numel()} if resize is not None else {}
+        communicator = old.communicator
+        blueprint = make_blueprint(
+            model,
+            settings,
+            optimizer,
+            io,
+            communicator.world_size,
+            communicator.local_world_size,
+            Changes(births, numels, old),
+        )
+        nursery = Nursery(communicator, _make_spool(old, settings), None, made_group=False)
+    except BaseException:
+        io.close()
+        raise
+    communicator.join("planning the engine anew")
+    moved = _take_off(model, nursery, history, resize)
+    old.scheduler.retire()
+    old.store.close()
+    runtime = build_runtime(blueprint, io, communicator, None, old.store.ledger)
+    history.births = births
+    _put_back(runtime, history, moved)
+    _log.info("planned anew: %s", describe_segments(blueprint.plan.memory.request.segments))
+    return Rebuilt(runtime, blueprint)
+
+
+def _make_spool(old: Runtime, settings: Settings) -> Spool:
+    """Return a place for masters and moments while nothing else holds them."""
+    needed = sum(
+        segment.layout.shard_numel
+        * (12 if segment.spec.trainable else segment.spec.element.size_bytes)
+        for segment in old.segments
+    )
+    nvme: NvmeSettings | None = None
+    if old.store.plan.swap_file_bytes and settings.tiers.nvme:
+        nvme = settings.tiers.nvme[0]
+        room, place = shutil.disk_usage(nvme.path).free, str(nvme.path)
+    else:
+        room, place = machine.available_host_bytes(), "host memory"
+    if needed > room:
+        raise PlanError(
+            f"planning anew keeps {needed} bytes aside for a moment, and {place} has {room};"
+            " freeze, unfreeze and resize before zero.initialize, or make room"
+        )
+    return Spool(lambda: open_spool_engine(nvme), nvme.path if nvme is not None else None)
+
+
+def _take_off(
+    model: nn.Module, nursery: Nursery, history: History, resize: Resize | None
+) -> dict[int, Moments]:
+    """Move all parameters into a nursery, and return their moments by id."""
+    moved: dict[int, Moments] = {}
+    for state in iterate_states(model):
+        parameter = state.parameter
+        values = state.fp32_param if state.fp32_param is not None else state.value
+        moments = (state.exp_avg, state.exp_avg_sq)
+        if resize is not None and parameter is resize.parameter:
+            values = resize.of(values, is_value=True)
+            nursery.communicator.broadcast(values, 0)
+            moments = tuple(  # type: ignore[assignment]
+                resize.of(each, is_value=False) if each is not None else None for each in moments
+            )
+        first, second = moments
+        if first is not None and second is not None:
+            moved[id(parameter)] = Moments(
+                SpooledShard(nursery, first.reshape(-1)),
+                SpooledShard(nursery, second.reshape(-1)),
+                history.steps_of(parameter),
+            )
+        source = NurserySource(nursery, state.name, parameter, values.reshape(-1), values.shape)
+        setattr(parameter, REFERENCE_ATTRIBUTE, ParameterReference(source))
+        parameter.__class__ = nn.Parameter
+        source.hide()
+    return moved
+
+
+def _put_back(runtime: Runtime, history: History, moved: dict[int, Moments]) -> None:
+    """Give moments back to what is trained; those of frozen parameters wait."""
+    waiting = {**history.dormant, **moved}
+    history.dormant = {}
+    for segment in runtime.segments:
+        for member in segment.members:
+            moments = waiting.get(id(member.parameter))
+            reference = reference_of(member.parameter)
+            if moments is None or reference is None:
+                continue
+            if not segment.spec.trainable:
+                history.dormant[id(member.parameter)] = moments
+            elif moments.steps:
+                shape = member.parameter.shape
+                for field_, shard in (
+                    (Field.EXP_AVG, moments.exp_avg),
+                    (Field.EXP_AVG_SQ, moments.exp_avg_sq),
+                ):
+                    reference.source.store_full(shard.read_full().view(shape), field_)
+
+
+def has_changed(runtime: Runtime, optimizer: ZeroOptimizer) -> bool:
+    """Tell whether parameters were frozen, unfrozen or grouped since the plan was made."""
+    if optimizer.has_new_groups:
+        return True
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(
+            member.parameter.requires_grad != member.is_trainable_at_start
+            for segment in runtime.segments
+            for member in segment.members
+        )
+
+
+def group_unfrozen(runtime: Runtime, optimizer: ZeroOptimizer) -> None:
+    """Put parameters that were unfrozen and are in no group into the only group.
+
+    Raises:
+        RuntimeError: if there are several groups to choose from.
+    """
+    grouped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for segment in runtime.segments:
+        for member in segment.members:
+            parameter = member.parameter
+            if not parameter.requires_grad or member.is_trainable_at_start:
+                continue
+            if id(parameter) in grouped:
+                continue
+            if len(optimizer.param_groups) > 1:
+                raise RuntimeError(
+                    f"parameter {member.name} was unfrozen and is in none of the"
+                    f" {len(optimizer.param_groups)} parameter groups; add it to one with"
+                    " optimizer.add_param_group"
+                )
+            optimizer.param_groups[0]["params"].append(parameter)
