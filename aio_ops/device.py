@@ -46,9 +46,7 @@ class DeviceMover:
         self._closed = False
         self.arena = PinnedArena(2 * slot_count * slot_bytes, device=device)
         memory = self.arena.whole()
-        register = getattr(engine, "register", None)
-        if register is not None:
-            register(memory)  # where it is refused, transfers only cost a little more
+        self.arena.register_with(engine)  # where it is refused, transfers only cost a little more
         self._core: _native.DeviceMover = load_native().DeviceMover(
             engine.core,
             cuda,

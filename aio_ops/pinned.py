@@ -15,6 +15,7 @@ from aio_ops.memory import HostArena, Mapping
 
 if TYPE_CHECKING:
     from aio_ops import _native
+    from aio_ops.engine import Engine
 
 _CUDA_CHUNK_BYTES = 1 << 30
 _MBIND_CALLS = {"x86_64": 237, "aarch64": 235}
@@ -56,6 +57,17 @@ class PinnedArena(HostArena):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def register_with(self, engine: "Engine") -> str | None:
+        """Register all of the arena with an engine that can do it; return None, or why not.
+
+        Transfers of it then cost less; where it is refused they are as right.
+        """
+        from aio_ops.kernel_engines import IoUringEngine  # it loads what most users never need
+
+        if not isinstance(engine, IoUringEngine):
+            return f"the engine {engine.name} registers no memory"
+        return engine.register(self.whole())
 
     @property
     def cuda_registered(self) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aio_ops import Engine, HostArena, Span
+from aio_ops import Engine, HostArena, PinnedArena, Span, TransferFile, measure_schedule
 from estimators import (
     ElementType,
     Extent,
@@ -24,6 +26,8 @@ from offload.slots import Slot, carve_slots
 from offload.transfers import SlotTransfers
 
 _GRADIENT = frozenset({Section.GRADIENT})
+_MEASURED_BYTES = 16 << 20
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,10 @@ class StoreParts:
     """Page-outs that go together, the drive reading in between; up to 1 mixes both."""
     verify: bool = False
     """Whether what is paged in is checked against what was paged out."""
+    measures_schedule: bool = False
+    """Whether the drive's faster order of reads and writes is found out on the new swap file."""
+    pins_slots: bool = False
+    """Whether slots are locked in RAM and registered with the engine, where that is allowed."""
 
 
 class Store:
@@ -61,10 +69,12 @@ class Store:
                 raise ValueError(f"the plan needs {plan.swap_file_bytes} bytes of NVMe but no path")
             self.swap_file = self._engine.create_file(parts.directory, plan.swap_file_bytes)
         self.residents = Residents(plan)
-        self.slot_arena = HostArena(max(plan.slots.total_bytes, 1))
+        self.slot_arena = _slot_arena(plan, parts)
         self.slots: Sequence[Slot] = ()
         if self.swap_file is not None:
             self.slots = carve_slots(self.slot_arena, plan.slots)
+            if parts.measures_schedule:
+                _measure_schedule(self._engine, self.swap_file, self.slot_arena)
             transfers = SlotTransfers(
                 self._engine, self.swap_file, self.ledger, verify=parts.verify
             )
@@ -228,6 +238,38 @@ class Store:
             return self._require_pager().blank(_extent(group))
         ahead = _sections_on_nvme(following, Section.GRADIENT)
         return self._require_pager().page_in(_extent(group), _GRADIENT, ahead)
+
+
+def _measure_schedule(engine: Engine, file: TransferFile, arena: HostArena) -> None:
+    """Let the engine take the drive's faster schedule, as far as slots and file can tell it."""
+    size_bytes = min(arena.used_bytes // 8, _MEASURED_BYTES)
+    size_bytes -= size_bytes % file.alignment_bytes
+    if not size_bytes or file.size_bytes < 2 * size_bytes:
+        _log.info("too little memory or swap file to measure the drive's schedule: it stays mixed")
+        return
+    whole = arena.whole()
+    spans = [whole.sub(index * size_bytes, size_bytes) for index in range(8)]
+    outcome = measure_schedule(engine, file, spans, seconds=1.0)
+    _log.info("schedule of the drive: %s", outcome.describe())
+    clear_bytes(whole)
+
+
+def _slot_arena(plan: MemoryPlan, parts: StoreParts) -> HostArena:
+    """Return the memory of the slots, pinned if asked for and allowed."""
+    size_bytes = max(plan.slots.total_bytes, 1)
+    if not (parts.pins_slots and plan.swap_file_bytes):
+        return HostArena(size_bytes)
+    try:
+        arena = PinnedArena(size_bytes)
+    except OSError as error:
+        warnings.warn(
+            f"the slots are not pinned: {error.strerror}. Training goes on with pageable slots",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return HostArena(size_bytes)
+    arena.register_with(parts.engine)
+    return arena
 
 
 def _sections_on_nvme(

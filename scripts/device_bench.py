@@ -85,9 +85,7 @@ class RoundTrip:
         self.file = engine.create_file(directory, 2 * moved_bytes)
         self.mover = DeviceMover(engine, 0, slot_bytes=4 * MIB, slot_count=8)
         self.arena = PinnedArena(8 * TRANSFER_BYTES, device=0)
-        register = getattr(engine, "register", None)
-        if register is not None:
-            register(self.arena.whole())
+        self.arena.register_with(engine)
         self.spans = [self.arena.carve(TRANSFER_BYTES) for _ in range(8)]
         self.near = [torch.ones(moved_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
         torch.cuda.synchronize()

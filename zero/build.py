@@ -34,7 +34,8 @@ def build_runtime(
     communicator.agree(model, "zero.initialize with a model of its own")
     kernels = load_kernels(thread_count=machine.thread_count(communicator.local_world_size))
     plan = blueprint.plan
-    tiers = blueprint.settings.tiers
+    settings = blueprint.settings
+    tiers = settings.tiers
     parts = StoreParts(
         io,
         plan.nvme_path,
@@ -42,6 +43,8 @@ def build_runtime(
         ledger or Ledger(),
         burst=tiers.write_burst,
         verify=tiers.verify,
+        measures_schedule=tiers.measures_schedule,
+        pins_slots=settings.parameter_offload.pin_memory or settings.optimizer_offload.pin_memory,
     )
     store = Store(plan.memory, parts)
     try:

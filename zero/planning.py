@@ -198,15 +198,7 @@ def make_blueprint(
     budget, source = node_budget(request, settings, local_world_size)
     memory = plan_placement(request, budget)
     warn_if_beyond_machine(memory, local_world_size)
-    path = settings.tiers.nvme[0].path if settings.tiers.nvme else None
-    if Tier.NVME in (request.parameter_tier, request.optimizer_tier):
-        if path is None:
-            raise PlanError("something is offloaded to NVMe but no path is given; set nvme_path")
-        preflight(
-            path,
-            memory.swap_file_bytes * local_world_size,
-            allow_any_file_system=settings.tiers.nvme[0].allow_any_file_system,
-        )
+    path = _swap_directory(settings, request, memory.swap_file_bytes * local_world_size)
     plan = Plan(
         memory=memory,
         nvme_path=path,
@@ -217,6 +209,16 @@ def make_blueprint(
         rss_at_start_bytes=process_bytes("VmRSS")["VmRSS"],
     )
     return Blueprint(settings, plan, units, optimizer, groups)
+
+
+def _swap_directory(settings: Settings, request: PlacementRequest, size_bytes: int) -> Path | None:
+    """Return where the swap files go, having looked whether they fit there."""
+    nvme = settings.tiers.nvme[0] if settings.tiers.nvme else None
+    if Tier.NVME in (request.parameter_tier, request.optimizer_tier):
+        if nvme is None:
+            raise PlanError("something is offloaded to NVMe but no path is given; set nvme_path")
+        preflight(nvme.path, size_bytes, allow_any_file_system=nvme.allow_any_file_system)
+    return None if nvme is None else nvme.path
 
 
 def describe_segments(segments: Sequence[SegmentSpec]) -> str:

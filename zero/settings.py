@@ -43,6 +43,7 @@ class TierSettings:
     measures_bandwidth: bool = False
     slot_count: int | None = None
     write_burst: int = 0
+    measures_schedule: bool = False
     verify: bool = False
 
 

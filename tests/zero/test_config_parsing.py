@@ -330,10 +330,10 @@ def test_thread_count_reaches_the_engine() -> None:
 
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
 def test_hints_change_nothing_beside_tiers(device: str) -> None:
-    """buffer_count, buffer_size, ratio and pin_memory against the budgets of tiers."""
+    """buffer_count, buffer_size and ratio against the budgets of tiers."""
     tiers = {"host_memory": "1GB", "nvme": [{"path": "/n"}]}
     plain = {"device": device}
-    hints = plain | {"buffer_count": 3, "pin_memory": False}
+    hints = plain | {"buffer_count": 3}
 
     def settings(param: dict, optimizer: dict):
         zero = {"stage": 3, "offload_param": param, "offload_optimizer": optimizer}
@@ -350,9 +350,9 @@ def test_hints_change_nothing_beside_tiers(device: str) -> None:
     for got in (bare, hinted):
         assert (got.parameter_offload.tier, got.optimizer_offload.tier) == (tier, tier)
     (text,) = told
-    for key in ("buffer_size", "buffer_count", "pin_memory"):
+    for key in ("buffer_size", "buffer_count"):
         assert f"zero_optimization.offload_param.{key}" in text
-    for key in ("ratio", "buffer_count", "pin_memory", "fast_init"):
+    for key in ("ratio", "buffer_count", "fast_init"):
         assert f"zero_optimization.offload_optimizer.{key}" in text
     assert "tiers.host_memory" in text
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import itertools
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 import zero
+from aio_ops import PinnedArena
 from estimators import minimum_host_bytes, step_traffic
 from estimators.placement import in_play_bytes
 from offload import process_bytes
@@ -95,13 +98,19 @@ def test_with_everything_resident_nothing_moves_after_the_start(
     assert point["kernel_read"] <= KERNEL_SLACK_BYTES
 
 
+def locked_bytes() -> dict[str, int]:
+    """Return what is locked and pinned, when what earlier tests left has been collected."""
+    gc.collect()
+    return process_bytes("VmLck", "VmPin")
+
+
 @pytest.mark.nvme
-@pytest.mark.filterwarnings("ignore:.*pin_memory")
 @pytest.mark.parametrize("name", ["io_uring", "kernel_aio", "threads", "python"])
 def test_without_pin_memory_no_page_is_locked(scratch: Path, name: str) -> None:
     config = config_of(scratch, "nvme", "300KB", engine=name)
     for section in ("offload_param", "offload_optimizer"):
         config["zero_optimization"][section]["pin_memory"] = False
+    before = locked_bytes()
     try:
         engine, _, _, _ = zero.initialize(model=make_model(extra=EXTRA), config=config)
     except OSError as error:
@@ -109,8 +118,72 @@ def test_without_pin_memory_no_page_is_locked(scratch: Path, name: str) -> None:
     for step in range(2):
         engine.backward(engine(*make_batch(step)))
         engine.step()
-        locked = process_bytes("VmLck", "VmPin")
-        assert locked == {"VmLck": 0, "VmPin": 0}
-    assert engine.memory_report()["process"]["locked_bytes"] == 0
+        assert locked_bytes() == before
+    assert engine.memory_report()["process"]["locked_bytes"] == before["VmLck"]
     assert engine.ledger.snapshot().nvme_write_bytes > 0
     engine.destroy()
+
+
+@pytest.mark.nvme
+def test_with_pin_memory_exactly_the_slots_are_locked(scratch: Path) -> None:
+    config = config_of(scratch, "nvme", "300KB", engine="io_uring")
+    before = locked_bytes()
+    try:
+        engine, _, _, _ = zero.initialize(model=make_model(extra=EXTRA), config=config)
+    except OSError as error:
+        pytest.skip(f"io_uring: {error}")
+    store = engine._runtime.store
+    if not isinstance(store.slot_arena, PinnedArena):
+        pytest.skip("no memory may be locked here")
+    slots_bytes = store.slot_arena.size_bytes
+    assert locked_bytes()["VmLck"] == before["VmLck"] + slots_bytes
+    assert locked_bytes()["VmPin"] >= before["VmPin"] + slots_bytes  # by the ring
+    engine.backward(engine(*make_batch(0)))
+    engine.step()
+    assert engine.ledger.snapshot().nvme_write_bytes > 0
+    engine.destroy()
+    del engine, store
+    assert locked_bytes() == before
+
+
+@pytest.mark.nvme
+def test_slots_that_may_not_be_locked_are_pageable(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(mapping: object) -> None:
+        raise OSError(errno.ENOMEM, "cannot lock; raise `ulimit -l`")
+
+    monkeypatch.setattr("aio_ops.pinned._lock", refuse)  # as for a user who may lock little
+    config = config_of(scratch, "nvme", "300KB")
+    with pytest.warns(
+        RuntimeWarning, match=r"slots are not pinned: cannot lock; raise `ulimit -l`"
+    ):
+        engine, _, _, _ = zero.initialize(model=make_model(extra=EXTRA), config=config)
+    engine.backward(engine(*make_batch(0)))
+    engine.step()
+    assert engine.ledger.snapshot().nvme_write_bytes > 0
+    engine.destroy()
+
+
+@pytest.mark.nvme
+def test_the_schedule_of_the_drive_is_measured_on_the_swap_file(
+    scratch: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="offload.store")
+    losses = []
+    for schedule in ("mixed", "measure"):
+        config = config_of(scratch, "nvme", "1MB", engine="threads")
+        config["tiers"]["io_schedule"] = schedule
+        written = process_io_bytes()[1]
+        engine, _, _, _ = zero.initialize(model=make_model(extra=EXTRA), config=config)
+        if schedule == "measure":
+            assert process_io_bytes()[1] - written > 10 * engine.plan.memory.swap_file_bytes
+        for step in range(2):
+            loss = engine(*make_batch(step))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+    assert losses[:2] == losses[2:]
+    (record,) = caplog.records
+    assert "GB/s" in record.getMessage()

@@ -172,6 +172,7 @@ class ZeroConfig(Document):
             measures_bandwidth=tiers.measure_bandwidth,
             slot_count=tiers.slot_count,
             write_burst=tiers.write_burst,
+            measures_schedule=tiers.io_schedule == "measure",
             verify=tiers.verify,
         )
 

@@ -60,6 +60,11 @@ class Tiers(Section):
         " and writes",
         default=0,
     )
+    io_schedule: Annotated[str, Choice(words=("mixed", "measure"))] = key(
+        "in which order reads and writes go to the drive: mixed, or whichever of mixed and"
+        " alternating bursts moves more in a measurement at start (1 s, on the new swap file)",
+        default="mixed",
+    )
     measure_bandwidth: _SWITCH = key(
         "measure at start what the drive reads and writes a second (64 MiB, three times), for the"
         " placement and the share of the drive's limit in reports",

@@ -14,7 +14,6 @@ DEVICES = ("none", "cpu", "nvme")
 
 _SLOTS = "slots are sized and counted from tiers.host_memory and the largest sub-group"
 _RESIDENCY = "what stays resident is decided from the recorded order and tiers.host_memory"
-_PINNED = "this version trains on the CPU, where no memory needs to be page-locked"
 _STAGE_1_2 = "it belongs to stages 1 and 2"
 _QUANTISED = "communication is never quantised: every rank gets the exact bits"
 
@@ -41,8 +40,11 @@ class OffloadParam(Section):
         " tiers.host_memory",
         default=None,
     )
-    pin_memory: Annotated[bool, Switch()] = no_effect(
-        "page-lock host memory", default=True, why=_PINNED
+    pin_memory: Annotated[bool, Switch()] = key(
+        "lock the slots of the swap file in RAM and register them with the I/O engine, which saves"
+        " processor time, with device nvme; where that is not allowed (`ulimit -l`) a warning says"
+        " so",
+        default=True,
     )
 
 
@@ -60,8 +62,11 @@ class OffloadOptimizer(Section):
     buffer_count: Annotated[int, Integer()] = no_effect(
         "a hint: swap buffers", default=4, why=_SLOTS
     )
-    pin_memory: Annotated[bool, Switch()] = no_effect(
-        "page-lock host memory", default=True, why=_PINNED
+    pin_memory: Annotated[bool, Switch()] = key(
+        "lock the slots of the swap file in RAM and register them with the I/O engine, which saves"
+        " processor time, with device nvme; where that is not allowed (`ulimit -l`) a warning says"
+        " so",
+        default=True,
     )
     pipeline_read: Annotated[bool, Switch()] = no_effect(
         "read ahead of the update", default=False, why="the pager always reads ahead"
