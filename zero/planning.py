@@ -197,8 +197,8 @@ def make_blueprint(
     )
     budget, source = node_budget(request, settings, local_world_size)
     memory = plan_placement(request, budget)
-    warn_if_beyond_machine(memory, local_world_size)
     path = _swap_directory(settings, request, memory.swap_file_bytes * local_world_size)
+    warn_if_beyond_machine(memory, local_world_size)
     plan = Plan(
         memory=memory,
         nvme_path=path,
