@@ -6,6 +6,7 @@ from zero.config import ZeroConfig, load_config
 from zero.engine import ZeroEngine
 from zero.errors import ConfigError, PlanError
 from zero.gather import GatheredParameters
+from zero.memory import memory_table
 from zero.optimizer import ZeroOptimizer
 from zero.parameter import ShardedAccessError
 from zero.planning import Plan, plan_memory, plan_table
@@ -22,6 +23,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "load_config",
+    "memory_table",
     "plan_memory",
     "plan_table",
 ]

@@ -153,6 +153,7 @@ class GradientReducer:
             shard = self._communicator.reduce_scatter_in_place(scratch)
             if self._communicator.world_size > 1:
                 shard.div_(self._communicator.world_size)
+                self._store.heap.freed(scratch.nbytes)  # the copy that gloo reduced in
         span = tensor_span(shard)
         self._store.add_gradient(segment.index, span)
         element_bytes = segment.spec.gradient.size_bytes
