@@ -140,7 +140,8 @@ def plan_slots(request: PlacementRequest, host_bytes: int) -> SlotPlan:
     shares = (wanted, host_bytes // 4, host_bytes // 2, host_bytes)
     attempts = [(share, count, efficient) for share in shares for count in (most, *fewer)]
     if request.slot_count is not None:  # what was asked for counts more than the size of a slot
-        asked = [(share, most, least) for least in (efficient, smallest) for share in shares]
+        halves = (host_bytes // 2, host_bytes)
+        asked = [(share, most, least) for least in (efficient, smallest) for share in halves]
         attempts = [*asked, *attempts]
     for share, count, least in attempts:
         size = min(full, _align_down(share // count, request.alignment_bytes))
