@@ -37,7 +37,7 @@ SLOT_TARGET_BYTES = 64 << 20
 """Slots do not grow beyond this: larger transfers are no faster and pin memory."""
 
 SLOT_COMFORTABLE_BYTES = 12 << 20
-"""Slots reach this, where the budget allows: six of them keep a disk busy (docs/measurements.md)."""
+"""Slots reach this, where the budget allows: six keep a disk busy (docs/measurements.md)."""
 
 SLOT_EFFICIENT_BYTES = 1 << 20
 """Below this a disk loses rate, so slots become fewer before they become smaller."""
