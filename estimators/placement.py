@@ -36,8 +36,8 @@ from estimators.summary import (
 SLOT_TARGET_BYTES = 64 << 20
 """Slots do not grow beyond this: larger transfers are no faster and pin memory."""
 
-SLOT_COMFORTABLE_BYTES = 4 << 20
-"""Slots reach this, where the budget allows, before anything is pinned."""
+SLOT_COMFORTABLE_BYTES = 12 << 20
+"""Slots reach this, where the budget allows: six keep a disk busy (docs/measurements.md)."""
 
 SLOT_EFFICIENT_BYTES = 1 << 20
 """Below this a disk loses rate, so slots become fewer before they become smaller."""
@@ -140,7 +140,8 @@ def plan_slots(request: PlacementRequest, host_bytes: int) -> SlotPlan:
     shares = (wanted, host_bytes // 4, host_bytes // 2, host_bytes)
     attempts = [(share, count, efficient) for share in shares for count in (most, *fewer)]
     if request.slot_count is not None:  # what was asked for counts more than the size of a slot
-        asked = [(share, most, least) for least in (efficient, smallest) for share in shares]
+        halves = (host_bytes // 2, host_bytes)
+        asked = [(share, most, least) for least in (efficient, smallest) for share in halves]
         attempts = [*asked, *attempts]
     for share, count, least in attempts:
         size = min(full, _align_down(share // count, request.alignment_bytes))

@@ -16,6 +16,9 @@ GRADIENT_SCRATCH = "gradients unsharded (peak)"
 COLLECTIVE_SCRATCH = "collectives (peak)"
 START_EXCESS = "setting parameters at the start (peak beyond a step's)"
 
+HEAP_KEPT_BYTES = 32 << 20
+"""Larger blocks go back to the system as soon as they are freed (glibc's largest threshold)."""
+
 RESIDENT_ALIGNMENT_BYTES = 4096
 """Everything resident starts at a page of its arena."""
 
@@ -158,21 +161,18 @@ class MemoryPlan:
     def collective_scratch_bytes(self) -> int:
         """Peak bytes that a collective of several ranks takes beside what it moves.
 
-        gloo copies what it gathers or scatters into one buffer of its own.
+        gloo reduces gradients in a copy of them; it gathers parameters in place. A copy that the
+        heap keeps rather than the system gets back may still be there when the next one is made.
         """
-        if self.request.world_size == 1:
+        if self.request.world_size == 1 or not self.request.trains:
             return 0
-        return max(
-            (
-                segment.layout(self.request.world_size).padded_numel
-                * max(
-                    segment.element.size_bytes,
-                    segment.gradient.size_bytes if segment.trainable and self.request.trains else 0,
-                )
-                for segment in self.request.segments
-            ),
-            default=0,
-        )
+        copies = [
+            segment.layout(self.request.world_size).padded_numel * segment.gradient.size_bytes
+            for segment in self.request.segments
+            if segment.trainable
+        ]
+        kept = [copy for copy in copies if copy <= HEAP_KEPT_BYTES]
+        return max(copies, default=0) + max(kept, default=0)
 
     @property
     def start_excess_bytes(self) -> int:

@@ -14,6 +14,8 @@ from aio_ops import Span, TransferFile
 _PAGE_MAP = Path("/proc/self/pagemap")
 _STATUS = Path("/proc/self/status")
 _ENTRY_BYTES = 8
+_ENTRIES_AT_ONCE = 1 << 16
+"""Half a megabyte of entries, whatever the size of the memory that they describe."""
 _PRESENT = np.uint64(1 << 63)
 _BLOCK_BYTES = 512
 
@@ -32,8 +34,10 @@ def resident_set_bytes(spans: Iterable[Span]) -> int:
             first = span.address // page_bytes
             stop = -(-(span.address + span.size_bytes) // page_bytes)
             file.seek(first * _ENTRY_BYTES)
-            entries = np.frombuffer(file.read((stop - first) * _ENTRY_BYTES), np.uint64)
-            present += int(np.count_nonzero(entries & _PRESENT))
+            for start in range(first, stop, _ENTRIES_AT_ONCE):
+                count = min(_ENTRIES_AT_ONCE, stop - start)
+                entries = np.frombuffer(file.read(count * _ENTRY_BYTES), np.uint64)
+                present += int(np.count_nonzero(entries & _PRESENT))
     return present * page_bytes
 
 

@@ -110,16 +110,17 @@ class Pager:
         True also if the extent is already on its way.
         """
         self._check()
-        self._reap_writes()
         if self._find_read_ahead(extent) is not None:
             return True
-        if any(slot.extent is extent for slot in self._slots):
+        if self._burst > 1 or _free_slot(self._slots) is None or _holds(self._slots, extent):
+            self._reap_writes()
+        if _holds(self._slots, extent):
             return False  # being written or lent out
         if self._burst > 1 and self._write_order:
             return False  # the drive is writing a burst
         if sum(slot.is_read_ahead for slot in self._slots) >= len(self._slots) - 1:
             return False  # one slot is kept for demand
-        slot = next((slot for slot in self._slots if slot.state is SlotState.FREE), None)
+        slot = _free_slot(self._slots)
         if slot is None:
             return False
         self._transfers.start_read(slot, extent, sections)
@@ -168,7 +169,7 @@ class Pager:
             elif slot.state is SlotState.PAGING_OUT:
                 self.fail("a page-out was interrupted before it began")
             elif slot.state is not SlotState.FREE:
-                self._transfers.abandon_read(slot)
+                self._transfers.abandon(slot)
                 slot.clear()
 
     def drain(self) -> None:
@@ -191,6 +192,8 @@ class Pager:
     def close(self) -> None:
         """Wait for the engine and forget all slots; never raises for a transfer."""
         self._transfers.drain()
+        for slot in self._slots:
+            self._transfers.abandon(slot)
         self._held.clear()
         self._write_order.clear()
         self.fail("its engine was destroyed")
@@ -209,11 +212,12 @@ class Pager:
         return None
 
     def _take_slot(self) -> Slot:
-        """Return a free slot: see invariant 4 of [Note: pager invariants]."""
-        self._reap_writes()
-        for slot in self._slots:
-            if slot.state is SlotState.FREE:
-                return slot
+        """Return a free slot: see invariant 5 of [Note: pager invariants]."""
+        if _free_slot(self._slots) is None:
+            self._reap_writes()
+        free = _free_slot(self._slots)
+        if free is not None:
+            return free
         self._send_held()
         with self._ledger.timing(Activity.SLOT_WAIT):
             if self._write_order:
@@ -260,9 +264,15 @@ class Pager:
                     self._finish_write(slot)
 
     def _reap_writes(self) -> None:
-        for slot in list(self._write_order):
-            if slot.ticket is not None and slot.ticket.done():
-                self._finish_write(slot)
+        """Take back the slots of writes that are over, as far as they end in order.
+
+        Asking costs as much as a transfer of some 100 kB, so it is done only when it may help.
+        """
+        while self._write_order:
+            slot = self._write_order[0]
+            if slot.ticket is None or not slot.ticket.done():
+                return
+            self._finish_write(slot)
 
     def _finish_write(self, slot: Slot) -> None:
         self._write_order.remove(slot)
@@ -274,3 +284,11 @@ class Pager:
 
     def _fail_write(self, error: PageError) -> None:
         self.fail(f"a page-out failed ({error})")
+
+
+def _free_slot(slots: Sequence[Slot]) -> Slot | None:
+    return next((slot for slot in slots if slot.state is SlotState.FREE), None)
+
+
+def _holds(slots: Sequence[Slot], extent: Extent) -> bool:
+    return any(slot.extent is extent for slot in slots)

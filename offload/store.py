@@ -18,6 +18,7 @@ from estimators import (
 )
 from estimators.records import section_bytes
 from offload.arrays import clear_bytes, copy_bytes, tensor_at
+from offload.heap import HeapTrimmer
 from offload.kernels import Kernels
 from offload.ledger import Ledger
 from offload.pager import Pager, PagerFailedError
@@ -56,6 +57,8 @@ class Store:
         self.plan = plan
         self.ledger = parts.ledger
         self.kernels = parts.kernels
+        self.heap = HeapTrimmer()
+        """Who frees much of what this store's users unshard or copy says so here."""
         self._engine = parts.engine
         self.written_states: set[int] = set()
         """Sub-groups whose state on NVMe was ever written; the others' is zero and is not read."""

@@ -72,10 +72,13 @@ class SlotTransfers:
         self._ledger.completed(Link.READ, extent.name, extent.bytes_of(slot.sections))
         self._check(slot, extent)
 
-    def abandon_read(self, slot: Slot) -> None:
-        """Forget a read that the engine has finished and nobody waits for."""
-        if slot.state is SlotState.PAGING_IN and slot.ticket is not None and slot.extent:
-            self._ledger.ended(Link.READ, slot.extent.name)
+    def abandon(self, slot: Slot) -> None:
+        """Take a transfer that the engine has finished as over, though nobody waited for it."""
+        if slot.ticket is not None and slot.extent is not None:
+            if slot.state is SlotState.PAGING_IN:
+                self._ledger.ended(Link.READ, slot.extent.name)
+            elif slot.state is SlotState.PAGING_OUT:
+                self._ledger.ended(Link.WRITE, slot.extent.name)
 
     def start_write(self, slot: Slot) -> None:
         """Start writing the sections of a slot that is PAGING_OUT.

@@ -71,6 +71,10 @@ def _add_tier_options(parser: argparse.ArgumentParser) -> None:
     add("--config", type=Path, default=DEFAULT_CONFIG, metavar="FILE", help=config_help)
     add("--nvme-path", type=Path, metavar="FOLDER", help="where the swap file goes")
     add("--host-memory", metavar="SIZE", help='budget, such as "64MB"')
+    ledger_help = "a line of JSON a step: bytes by tier, GB/s, stalls, wear, residency"
+    add("--ledger", type=Path, metavar="FILE", help=ledger_help)
+    trace_help = "a time line of transfers and waits of rank 0 that Perfetto reads"
+    add("--trace", type=Path, metavar="FILE", help=trace_help)
 
 
 def _whole_number(minimum: int) -> Callable[[str], int]:
@@ -197,11 +201,11 @@ def _nvme_places(settings: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     return places
 
 
-def check_writable(path: Path | None) -> None:
-    """Refuse a summary file that could not be written at the end."""
+def check_writable(path: Path | None, option: str = "--json") -> None:
+    """Refuse a file that could not be written at the end."""
     if path is None:
         return
     try:
         path.open("a").close()
     except OSError as error:
-        raise UsageError(f"cannot write --json {path}: {error.strerror}") from error
+        raise UsageError(f"cannot write {option} {path}: {error.strerror}") from error

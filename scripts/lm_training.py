@@ -90,6 +90,7 @@ class Trainer:
                 loss = self.engine(inputs, targets)
             with self._phase("backward"):
                 self.engine.backward(loss)
+            self.engine.ledger.count_tokens(inputs.numel())
             with self._phase("optimizer step"):
                 self.engine.step()
             losses.append(loss.detach())

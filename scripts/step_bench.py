@@ -111,8 +111,8 @@ def make_plan(case: Case, options: argparse.Namespace) -> MemoryPlan:
     plan = plan_placement(request, Budget(least + int((everything - least) * case.budget_share)))
     if case.budget_share:
         return plan
-    state = case.sub_group_mebi * (1 << 20) * 16  # nothing resident: as many slots as asked for
-    return plan_placement(request, Budget(int(case.slot_count * max(state, 1 << 16)) + least))
+    slot = case.sub_group_mebi * (1 << 20) * 16  # half of the budget is slots of this size
+    return plan_placement(request, Budget(least + int(2 * case.slot_count * slot)))
 
 
 def run_case(case: Case, number: int, options: argparse.Namespace) -> Run:

@@ -106,7 +106,8 @@ def check_job(options: argparse.Namespace) -> Job:
     settings = override(read_settings(options.config), Overrides.from_arguments(options))
     with _as_usage_error(TextError):
         text = load_text(options.text, options.sequence)
-    check_writable(options.json)
+    for option in ("json", "ledger", "trace"):
+        check_writable(getattr(options, option), f"--{option}")
     with _as_usage_error(ImportError, hint="run bash scripts/demo.sh, which installs it"):
         from lm_model import ModelShape
         from lm_report import make_console
@@ -155,12 +156,15 @@ def run(engine: Any, job: Job) -> None:
     from lm_training import StopSignals, Trainer, generate
 
     options, console = job.options, job.console
+    if options.trace is not None:
+        engine.ledger.start_trace()
     started = engine.ledger.snapshot()
     with StopSignals() as stop, ProgressLine(console, options.steps) as progress:
         trainer = Trainer(engine, job.text, options.sequence, options.seed, stop)
         reports = trainer.run(options.steps, progress)
     moved = engine.ledger.snapshot().minus(started)
     summary = summarize(reports, job)
+    write_ledger(engine, options)
     summary["bytes_by_class"] = dict(moved.bytes_by_class)
     summary["seconds"] = {**trainer.phases, **moved.seconds}
     if trainer.stopped:
@@ -214,6 +218,14 @@ def write_summary(summary: dict[str, Any], job: Job) -> None:
     """Write the summary where --json asked for it."""
     if job.options.json is not None and RANK == 0:
         job.options.json.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def write_ledger(engine: Any, options: argparse.Namespace) -> None:
+    """Write what --ledger and --trace asked for, of rank 0."""
+    if RANK == 0 and options.ledger is not None:
+        options.ledger.write_text(engine.ledger.report().json_lines(), encoding="utf-8")
+    if RANK == 0 and options.trace is not None:
+        options.trace.write_text(json.dumps(engine.ledger.trace("rank 0")), encoding="utf-8")
 
 
 def leave_process_group() -> None:

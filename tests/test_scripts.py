@@ -168,6 +168,8 @@ def test_a_tiny_model_trains_through_the_disk(scratch: Path, tmp_path: Path) -> 
     summary_path = tmp_path / "summary.json"
     arguments = [*TINY, *BUDGET, "--steps", "6", "--lr", "1e-2", "--generate", "5", "--meta"]
     arguments += ["--text", LICENSE, "--config", str(config), "--json", str(summary_path)]
+    ledger_path, trace_path = tmp_path / "ledger.jsonl", tmp_path / "trace.json"
+    arguments += ["--ledger", str(ledger_path), "--trace", str(trace_path)]
     with start(arguments) as process:
         out, err = process.communicate()
     assert (process.returncode, err) == (0, "")
@@ -184,6 +186,11 @@ def test_a_tiny_model_trains_through_the_disk(scratch: Path, tmp_path: Path) -> 
     moved = {name: size for name, size in summary["bytes_by_class"].items() if size > 0}
     assert any("read" in name for name in moved)
     assert any("write" in name for name in moved)
+    steps = [json.loads(line) for line in ledger_path.read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(step["written_bytes_per_token"] > 0 for step in steps)
+    events = json.loads(trace_path.read_text())["traceEvents"]
+    assert {"M", "X", "b", "e"} <= {event["ph"] for event in events}
     assert list(scratch.iterdir()) == []
 
 

@@ -27,6 +27,7 @@ from zero.fragments import (
 from zero.gather import GatheredParameters
 from zero.init_context import Init
 from zero.loading import LoadReport, load_weights
+from zero.memory import memory_table
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Plan, plan_memory, plan_table
 from zero.resizing import resize_parameter
@@ -52,6 +53,7 @@ __all__ = [
     "iterate_states",
     "load_config",
     "load_weights",
+    "memory_table",
     "plan_memory",
     "plan_table",
     "register_external_parameter",

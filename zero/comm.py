@@ -15,6 +15,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 JOIN_TIMEOUT_S = 60.0
 """How long a rank waits for the others where its user, not the model, decides what comes next."""
+LARGE_GATHER_BYTES = 1 << 20
+"""From here on a gather is made of broadcasts, see [Note: gathers of gloo]."""
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -55,9 +57,24 @@ class Communicator:
         self.local_world_size = int(local) if joined and local.isdigit() else self.world_size
 
     def all_gather_in_place(self, flat: torch.Tensor) -> None:
-        """Fill `flat`, shape `[world_size * n]`, from the slice that each rank already holds."""
-        if self.world_size > 1 and flat.numel():
+        """Fill `flat`, shape `[world_size * n]`, from the slice that each rank already holds.
+
+        [Note: gathers of gloo] Its all-gather copies everything into a buffer that one of its
+        threads allocates, and the heaps of threads keep what was freed: three times `flat` were
+        seen. A broadcast moves each slice in place, so large gathers are one from each rank.
+        """
+        if self.world_size == 1 or not flat.numel():
+            return
+        if flat.nbytes < LARGE_GATHER_BYTES:
             _all_gather(flat, self.own_slice(flat), group=self._group)
+            return
+        works = [
+            dist.broadcast(part, rank, group=self._group, async_op=True)
+            for rank, part in enumerate(flat.chunk(self.world_size))
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
 
     def reduce_scatter_in_place(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of the sum of `flat` over the ranks; `flat` is overwritten."""

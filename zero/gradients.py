@@ -163,6 +163,7 @@ class GradientReducer:
             shard = self._communicator.reduce_scatter_in_place(scratch)
             if self._communicator.world_size > 1:
                 shard.div_(self._communicator.world_size)
+                self._store.heap.freed(scratch.nbytes)  # the copy that gloo reduced in
         segment.dropped_gradients.clear()
         self._store.add_gradient(segment.index, tensor_span(shard))
         self._note_squares(segment, shard)

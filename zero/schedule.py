@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from estimators.summary import LIVE_PARAMETERS
-from offload import HeapTrimmer, Store
+from offload import Store
 from zero.gradients import GradientReducer
 from zero.guard import SavedTensorGuard
 from zero.hooks import ModuleHook
@@ -45,7 +45,6 @@ class UnitScheduler:
         self._store = store
         self._reducer = reducer
         self._order = RecordedOrder()
-        self._heap = HeapTrimmer()
         self._guard = SavedTensorGuard(self._require_for_backward)
         self._tokens: dict[int, list[object]] = {unit.index: [] for unit in units}
         self._tasks_with_callback: set[int] = set()
@@ -232,7 +231,7 @@ class UnitScheduler:
             self._guard.forget(unit)
             held_bytes = unit.live_bytes
             unit.reshard()
-            self._heap.freed(held_bytes)
+            self._store.heap.freed(held_bytes)
 
     def _queue_end_of_task(self) -> None:
         task = torch._C._current_graph_task_id()

@@ -25,7 +25,7 @@ from estimators import (
 )
 from estimators.placement import in_play_bytes
 
-PATIENT = settings(deadline=None)
+PATIENT = settings(deadline=None, max_examples=50)
 RATE = st.floats(1e8, 1e10)
 TIERS = st.sampled_from(list(Tier))
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.cgroups import MemoryCgroup, memory_cgroup
-from tests.support.launch import worker_command, worker_environment
+from tests.support.launch import run_worker, worker_command, worker_environment
 
 HOST_BYTES = 256_000_000
 
@@ -111,3 +111,33 @@ def test_the_guard_kills_a_breach(scratch: Path) -> None:
         status, outcome, _ = run_job(guard, 0.66, nvme_path=str(scratch), factor=4, steps=1)
     assert status == -9
     assert not outcome
+
+
+@pytest.mark.nvme
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_ranks_of_a_node_share_budget_and_drive(
+    scratch: Path, tmp_path: Path, world_size: int
+) -> None:
+    """Each rank stays within its share, gloo's copies included, and all move the same bytes."""
+    job = {"host_bytes": HOST_BYTES, "nvme_path": str(scratch), "factor": 4, "out": str(tmp_path)}
+    done = run_worker("budget.py", json.dumps(job), world_size=world_size, timeout_s=800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    outcomes = [
+        json.loads((tmp_path / f"rank{rank}.json").read_text(encoding="utf-8"))
+        for rank in range(world_size)
+    ]
+    for outcome in outcomes:
+        share = HOST_BYTES // world_size
+        assert outcome["host_planned"] <= outcome["host_budget"] == share
+        allowed = (share + outcome["device_planned"]) * 1.05
+        assert 0 < outcome["peak"] - outcome["baseline"] <= allowed
+        for line in outcome["lines"]:
+            slack = 1 << 20 if line["tier"] == "nvme" else 0
+            assert (line["actual_bytes"] or 0) <= line["planned_bytes"] + slack, line
+    moved = [outcome["steps"][-1]["nvme_bytes"] for outcome in outcomes]
+    assert all(each == moved[0] for each in moved)
+    assert sum(outcome["parameters_and_state"] for outcome in outcomes) >= 4 * HOST_BYTES
+    seconds = [outcome["steps"][-1]["seconds"] for outcome in outcomes]
+    assert max(seconds) <= 1.25 * min(seconds)

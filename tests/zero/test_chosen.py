@@ -64,10 +64,6 @@ def run_ranks(cells: list[dict[str, Any]], world_size: int, out: Path) -> None:
     assert (sum(outcome["read_bytes"] for outcome in by_rank[0]) > 0) == (swap > 0)
 
 
-def test_chosen_cells_on_two_ranks(tmp_path: Path) -> None:
-    check_ranks(tmp_path, 2, cells=2, examples=1)
-
-
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("world_size", [2, 3])

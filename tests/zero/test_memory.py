@@ -14,6 +14,7 @@ from rich.console import Console
 
 import zero
 from estimators import DriveRates, Section, Tier
+from offload import process_bytes
 from tests.support.configs import make_config
 from tests.support.observe import digest, full_parameters
 from tests.support.tiny import make_batch, make_model
@@ -102,6 +103,51 @@ def test_a_line_exceeds_only_beyond_what_was_planned() -> None:
     nvme = MemoryLine(Tier.NVME, "swap file", 100, 100 + MIB)
     assert not nvme.exceeds
     assert dataclasses.replace(nvme, actual_bytes=101 + MIB).exceeds
+
+
+@pytest.mark.nvme
+def test_inference_reserves_nothing_of_training(scratch: Path) -> None:
+    """Without an optimizer there are parameters and slots, and nothing else, anywhere."""
+    config = paged(scratch, host_memory="60KB", sub_group_size=1024)
+    del config["optimizer"]
+    engine, _, _, _ = zero.initialize(model=make_model(extra=(20_000,)), config=config)
+    with torch.no_grad():
+        for step in range(2):
+            engine(*make_batch(step))
+    plan = engine.plan.memory
+    for section in (Section.GRADIENT, Section.STATE):
+        assert plan.nvme_section_bytes(section) == 0
+        assert plan.resident_section_bytes(Tier.HOST, section) == 0
+        assert plan.resident_section_bytes(Tier.DEVICE, section) == 0
+    assert plan.swap_file_bytes == plan.nvme_section_bytes(Section.PARAMETER) > 0
+    assert plan.gradient_scratch_bytes == plan.collective_scratch_bytes == 0
+    lines = {line["what"] for line in engine.memory_report()["lines"]}
+    assert lines <= {
+        "parameters resident",
+        "slots",
+        "swap file",
+        "parameters unsharded (peak)",
+        "setting parameters at the start (peak beyond a step's)",
+    }
+    assert engine.ledger.snapshot().nvme_read_bytes > 0
+    engine.destroy()
+
+
+@pytest.mark.nvme
+def test_a_pool_takes_its_size_and_not_the_next_power_of_two(scratch: Path) -> None:
+    """2.25 MB asked for is 2.25 MB held: nothing is rounded up, nothing is allocated twice."""
+    config = paged(scratch, host_memory=2_250_000)
+    before = process_bytes("VmRSS")["VmRSS"]
+    engine, _, _, _ = zero.initialize(model=make_model(extra=(300_000,)), config=config)
+    train(engine, 2)
+    plan = engine.plan.memory
+    held = sum(
+        line["actual_bytes"] for line in engine.memory_report()["lines"] if line["tier"] == "host"
+    )
+    assert 0.8 * 2_250_000 < held <= plan.host_bytes <= 2_250_000
+    after = process_bytes("VmRSS")["VmRSS"]
+    assert after - before <= plan.host_bytes + plan.device_bytes + 16 * MIB
+    engine.destroy()
 
 
 @pytest.mark.nvme

@@ -41,6 +41,7 @@ rest; `tiers` says how much of each tier there is. Budgets are those of a node, 
 ranks. `nvme_path` fills `tiers.nvme` where that is left out. With enough `host_memory` nothing is
 read from NVMe at all. The field's other ways to say how much (`max_in_cpu`, `buffer_count`,
 `buffer_size`, `ratio`) change nothing beside it: slots and residency follow from the budgets.
+`slot_count` and `write_burst` tune how they page; `scripts/step_bench.py` shows what suits a drive.
 """
 
 
