@@ -64,6 +64,7 @@ class Segment:
         self.dropped_gradients: set[int] = set()
         """Positions whose gradient was set to None since the segment last got gradients."""
         self._versions: list[int] = []
+        self._shapes: list[torch.Size] = []
         self._checksums: list[int] = []
         self._audits_left = AUDITED_WINDOWS
         self._use_count = 0
@@ -81,6 +82,7 @@ class Segment:
     def attach(self, store: Store) -> None:
         """Make the parameters views of the flat buffer: the shard itself where it is in place."""
         self.is_in_place = store.plan.is_in_place(self.index)
+        self._shapes = [parameter.shape for parameter in self.parameters]
         resident = store.resident_parameters(self.index)
         if self.is_in_place and resident is not None:
             self.flat = tensor_at(resident, self.spec.element, self.layout.padded_numel)
@@ -177,6 +179,22 @@ class Segment:
             with torch.no_grad():
                 view.copy_(parameter)
             parameter.data = view
+
+    def take_reshaped(self) -> tuple[nn.Parameter, torch.Tensor] | None:
+        """Return a parameter that rests in place and was given another shape, with its new values.
+
+        The parameter has its old ones again.
+        """
+        if not self.is_in_place:
+            return None
+        for member, shape, offset, numel in zip(
+            self.members, self._shapes, self.layout.offsets, self.layout.numels, strict=True
+        ):
+            if member.parameter.shape != shape:
+                values = member.parameter.detach()
+                member.parameter.data = self.flat[offset : offset + numel].view(shape)
+                return member.parameter, values
+        return None
 
     def accept_changes(self) -> None:
         """Take the current values as unchanged."""
