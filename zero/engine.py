@@ -349,7 +349,8 @@ class ZeroEngine(nn.Module):
                 " zero.GatheredParameters blocks; leave the block before the next forward"
             )
         adopt_replaced(self._slots)
-        waiting = self._take_reshaped()
+        for earlier in self._take_reshaped():
+            self._plan_anew(earlier)
         new = rebuild(
             self.module, self._runtime, self._settings, self.optimizer, self._history, resize
         )
@@ -357,8 +358,6 @@ class ZeroEngine(nn.Module):
         self._finalizer.detach()
         self.optimizer.has_new_groups = False
         self._connect(new.runtime, new.blueprint)
-        for other in waiting:
-            self._plan_anew(other)
 
     def _holds(self, parameter: nn.Parameter) -> bool:
         return any(parameter is each for each in self.module.parameters())
