@@ -45,6 +45,8 @@ def touch(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
         found = special(func, args, kwargs)
         if found is not NotImplemented:
             return found
+    if func in tables.DEVICE:
+        return _on_stand_ins(func, args, kwargs)
     if func in tables.METADATA:
         return run_plainly(func, args, kwargs)
     if func in tables.AUTOGRAD and not any(
@@ -80,6 +82,23 @@ def _refuse(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
             " zero.GatheredParameters"
         )
     raise refusal(sharded, name, fix)
+
+
+def _on_stand_ins(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
+    """Answer what depends on the device with tensors on the CPU, where parameters belong."""
+
+    def stand_in(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(stand_in, value))
+        if not isinstance(value, SHARDED):
+            return value
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.empty(1, dtype=value.dtype).expand(value.size())
+
+    with torch.no_grad():
+        found = tuple(stand_in(value) for value in args)
+        named = {name: stand_in(value) for name, value in kwargs.items()}
+    return func(*found, **named)
 
 
 def _never(_func: Callable[..., Any], _args: Arguments, _kwargs: Keywords) -> bool:
@@ -173,7 +192,7 @@ def _cast(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
         probe = torch.empty_strided(
-            (1,) * item.dim(), (1,) * item.dim(), dtype=item.dtype, device=item.device
+            (1,) * item.dim(), (1,) * item.dim(), dtype=item.dtype, device="cpu"
         )
         is_same = func(probe, *args[1:], **kwargs) is probe and item.is_contiguous()
     return item if is_same else NotImplemented
@@ -197,7 +216,7 @@ def _set_data(_func: Callable[..., Any], args: Arguments, _kwargs: Keywords) -> 
         with torch.no_grad():
             apply_resize(Resize(item, value.shape, None, value.detach().clone()))
         return
-    if value.shape != item.shape or value.dtype != item.dtype or value.device != item.device:
+    if not fits or value.shape != item.shape:
         raise refusal(
             item,
             f"setting .data to {value.dtype} of shape {tuple(value.shape)} on {value.device}",
@@ -217,6 +236,9 @@ def _get_gradient(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -
     source = source_of(item)
     if not source.is_alive or not source.has(Field.GRADIENT):
         return None
+    grave = source.grave()
+    if grave is not None:
+        grave.lay_open(item)  # an optimizer will compare devices of the two
     geometry = torch.empty(source.shape, dtype=source.dtype(Field.GRADIENT), device="meta")
     return ShardedView.of(item, geometry, Field.GRADIENT, is_differentiable=False)
 
@@ -239,6 +261,9 @@ def _set_gradient(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -
     if value.shape != item.shape:
         raise refusal(item, f"setting .grad to shape {tuple(value.shape)}", "use its own shape")
     if not isinstance(source, StoreSource) or not source.is_trained:
+        grave = source.grave()
+        if grave is not None:
+            grave.lay_open(item)
         run_plainly(func, (item, value), kwargs)
         return
     source.communicator.join(f"setting the gradient of {source.name}")
