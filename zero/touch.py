@@ -93,7 +93,7 @@ def _on_stand_ins(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -
         if not isinstance(value, SHARDED):
             return value
         with torch._C.DisableTorchFunctionSubclass():
-            return torch.empty(1, dtype=value.dtype).expand(value.size())
+            return torch.empty((), dtype=value.dtype).expand(value.size())
 
     with torch.no_grad():
         found = tuple(stand_in(value) for value in args)
