@@ -156,6 +156,7 @@ class ZeroEngine(nn.Module):
             raise ConfigError("this engine has no optimizer; it cannot step")
         self._runtime.scheduler.recover()
         adopt_replaced(self._slots)
+        self._adopt_shapes()
         check_model(self.module, self._managed, self._runtime.segments)
         if self._micro_batches < self.gradient_accumulation_steps():
             return
@@ -326,6 +327,7 @@ class ZeroEngine(nn.Module):
     def _adopt_changes(self) -> None:
         """Take over what the user changed of the model, at the begin of an accumulation window."""
         adopt_replaced(self._slots)
+        self._adopt_shapes()
         optimizer, is_boundary = self.optimizer, not self._micro_batches and self._is_idle
         if (
             optimizer is not None
@@ -335,6 +337,19 @@ class ZeroEngine(nn.Module):
         ):
             group_unfrozen(self._runtime, optimizer)
             self._plan_anew(None)
+
+    def _adopt_shapes(self) -> None:
+        """Resize parameters that rest in place and were given data of another shape."""
+        for resize in self._take_reshaped():
+            self._plan_anew(resize)
+
+    def _take_reshaped(self) -> list[Resize]:
+        found = []
+        for segment in self._runtime.segments:
+            while (reshaped := segment.take_reshaped()) is not None:
+                parameter, values = reshaped
+                found.append(Resize(parameter, values.shape, None, values))
+        return found
 
     @property
     def _is_idle(self) -> bool:
@@ -355,6 +370,8 @@ class ZeroEngine(nn.Module):
                 " zero.GatheredParameters blocks; leave the block before the next forward"
             )
         adopt_replaced(self._slots)
+        for earlier in self._take_reshaped():
+            self._plan_anew(earlier)
         new = rebuild(
             self.module, self._runtime, self._settings, self.optimizer, self._history, resize
         )

@@ -18,12 +18,12 @@ from torch.nn.parameter import UninitializedParameter
 
 from estimators import SHARD_ALIGNMENT_NUMEL, align_up
 from offload import Field, Spool, SpooledArray
+from zero.burial import Grave
 from zero.comm import Communicator
 from zero.errors import ShardedAccessError
 from zero.parameter import (
     REFERENCE_ATTRIBUTE,
     ParameterReference,
-    ShardedParameter,
     reference_of,
 )
 from zero.source import OwnedPiece, ShardSource
@@ -104,6 +104,7 @@ class NurserySource(ShardSource):
         super().__init__(name, parameter.shape if shape is None else shape)
         self.nursery = nursery
         self.open_count = 0
+        self._grave: Grave | None = None
         self._parameter = weakref.ref(parameter)
         self._dtype = values.dtype
         self._shard = SpooledShard(nursery, values)
@@ -193,7 +194,12 @@ class NurserySource(ShardSource):
             with torch.inference_mode(mode=False):
                 parameter.data = torch.empty(self.shape, dtype=self._dtype)
         parameter.untyped_storage().resize_(0)
-        parameter.__class__ = ShardedParameter
+        self._grave = Grave(parameter.data)
+        self._grave.bury(parameter)
+
+    def grave(self) -> Grave | None:
+        """Return what the parameter has in place of values while it is sharded."""
+        return self._grave
 
 
 def _owns_memory(parameter: torch.Tensor) -> bool:

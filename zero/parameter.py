@@ -138,7 +138,7 @@ class ShardedView(torch.Tensor):
                 strides=geometry.stride(),
                 storage_offset=geometry.storage_offset(),
                 dtype=geometry.dtype,
-                device=parameter.device,
+                device=torch.device("cpu"),
             )
         view.parameter = parameter
         view.field = field

@@ -101,9 +101,13 @@ class Resize:
     shape: torch.Size
     init: Callable[[torch.Tensor], object] | None
     """Fills a new tensor, before the old values are put where both shapes have elements."""
+    values: torch.Tensor | None = None
+    """All new values; the old ones then do not count."""
 
     def of(self, old: torch.Tensor, *, is_value: bool) -> torch.Tensor:
         """Return the new form of old values, or of old moments, whose new elements are zero."""
+        if is_value and self.values is not None:
+            return self.values.to(old.dtype, copy=True).contiguous()
         new = torch.zeros(self.shape, dtype=old.dtype)
         if is_value and self.init is not None:
             with torch.no_grad():

@@ -49,7 +49,13 @@ def resize_parameter(
             f"a parameter of shape {tuple(parameter.shape)} cannot get shape {tuple(new)}; give"
             f" {parameter.dim()} lengths"
         )
-    resize = Resize(parameter, new, init)
+    apply_resize(Resize(parameter, new, init))
+    _tell_modules(model, parameter)
+
+
+def apply_resize(resize: Resize) -> None:
+    """Give a parameter another shape; the modules that hold it are not told."""
+    parameter = resize.parameter
     reference = reference_of(parameter)
     source = reference.source if reference is not None else None
     if isinstance(source, StoreSource):
@@ -63,7 +69,6 @@ def resize_parameter(
         with torch.no_grad():
             parameter.data = resize.of(parameter.detach(), is_value=True)
         parameter.grad = None
-    _tell_modules(model, parameter)
 
 
 def _resize_in_nursery(source: NurserySource, resize: Resize) -> None:

@@ -97,6 +97,23 @@ METADATA: frozenset[Any] = frozenset(
 )
 """Answered by the object itself: its shape and type are true."""
 
+_DEVICE_ATTRIBUTES = ("device", "is_cpu", "is_meta", "is_cuda", "is_xpu", "is_mps")
+
+_FACTORIES = _words(
+    """
+    get_device new_empty new_zeros new_ones new_full new_tensor new_empty_strided
+    zeros_like ones_like empty_like full_like rand_like randn_like
+    _has_compatible_shallow_copy_type result_type
+    """
+)
+
+DEVICE: frozenset[Any] = frozenset(
+    _descriptors(_DEVICE_ATTRIBUTES, ("__get__",))
+    | _found(torch.Tensor, _FACTORIES)
+    | _found(torch, _FACTORIES)
+)
+"""Depend on the device, which is only true of a stand-in, see [Note: burial]."""
+
 AUTOGRAD: frozenset[Any] = frozenset(
     {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 )

@@ -19,8 +19,8 @@ from estimators import FlatLayout, Piece, SegmentSpec, shard_pieces
 from offload import Ledger, Store, tensor_at, tensor_span, write_parameters
 from offload.arrays import torch_dtype
 from offload.ledger import Activity
+from zero.burial import Grave, bury_all
 from zero.comm import Communicator
-from zero.parameter import ShardedParameter
 from zero.units import ManagedParameter
 
 AUDITED_WINDOWS = 3
@@ -64,6 +64,9 @@ class Segment:
         self.dropped_gradients: set[int] = set()
         """Positions whose gradient was set to None since the segment last got gradients."""
         self._versions: list[int] = []
+        self._shapes: list[torch.Size] = []
+        self._views: list[torch.Tensor] = []
+        self.graves: list[Grave] = []
         self._checksums: list[int] = []
         self._audits_left = AUDITED_WINDOWS
         self._use_count = 0
@@ -81,9 +84,11 @@ class Segment:
     def attach(self, store: Store) -> None:
         """Make the parameters views of the flat buffer: the shard itself where it is in place."""
         self.is_in_place = store.plan.is_in_place(self.index)
+        self._shapes = [parameter.shape for parameter in self.parameters]
         resident = store.resident_parameters(self.index)
         if self.is_in_place and resident is not None:
             self.flat = tensor_at(resident, self.spec.element, self.layout.padded_numel)
+            self._cut()
             self._link()
             self.accept_changes()
             return
@@ -104,8 +109,7 @@ class Segment:
     def expose(self) -> None:
         """Make the parameters plain: their values may be read now."""
         if not self.is_in_place:
-            for parameter in self.parameters:
-                parameter.__class__ = nn.Parameter
+            self._link()
             self._use_count = _use_count(self.flat)
             self._checksums = self.checksums() if self._audits_left > 0 else []
             self._audits_left -= 1
@@ -124,8 +128,7 @@ class Segment:
             self._renew()
             return
         storage.resize_(0)
-        for parameter in self.parameters:
-            parameter.__class__ = ShardedParameter
+        bury_all(self.parameters, self.graves)
 
     def changed(self, since: Sequence[int] | None = None) -> list[ManagedParameter]:
         """Return the parameters written in place since they were exposed, or since `versions`."""
@@ -178,6 +181,22 @@ class Segment:
                 view.copy_(parameter)
             parameter.data = view
 
+    def take_reshaped(self) -> tuple[nn.Parameter, torch.Tensor] | None:
+        """Return a parameter that rests in place and was given another shape, with its new values.
+
+        The parameter has its old ones again.
+        """
+        if not self.is_in_place:
+            return None
+        for member, shape, offset, numel in zip(
+            self.members, self._shapes, self.layout.offsets, self.layout.numels, strict=True
+        ):
+            if member.parameter.shape != shape:
+                values = member.parameter.detach()
+                member.parameter.data = self.flat[offset : offset + numel].view(shape)
+                return member.parameter, values
+        return None
+
     def accept_changes(self) -> None:
         """Take the current values as unchanged."""
         self._versions = self.versions
@@ -214,17 +233,25 @@ class Segment:
         """Give the segment a new flat buffer, empty, and make the parameters views of it."""
         with torch.inference_mode(mode=False):
             self.flat = torch.empty(self.layout.padded_numel, dtype=torch_dtype(self.spec.element))
+            self._cut()
             self._link()
+            self.graves = [Grave(view) for view in self._views]
         self.flat.untyped_storage().resize_(0)
-        for parameter in self.parameters:
-            parameter.__class__ = ShardedParameter
+        bury_all(self.parameters, self.graves)
+
+    def _cut(self) -> None:
+        """Make the views of the flat buffer that become parameters; it must be full."""
+        self._views = [
+            self.flat[offset : offset + numel].view(shape)
+            for offset, numel, shape in zip(
+                self.layout.offsets, self.layout.numels, self._shapes, strict=True
+            )
+        ]
 
     def _link(self) -> None:
-        for parameter, offset, numel in zip(
-            self.parameters, self.layout.offsets, self.layout.numels, strict=True
-        ):
+        for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.__class__ = nn.Parameter
-            parameter.data = self.flat[offset : offset + numel].view(parameter.shape)
+            parameter.data = view
 
 
 class Unit:

@@ -306,6 +306,45 @@ def test_vocabularies_grow_and_shrink(config: dict[str, Any], *, tied: bool) -> 
     engine.destroy()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_data_of_another_length_resizes(config: dict[str, Any], *, tied: bool) -> None:
+    """Model libraries resize embeddings so: new values are built, and set as `.data`."""
+    model = Language(tied=tied)
+    engine, _, _, _ = zero.initialize(model=model, config=config)
+    for _ in range(2):
+        engine.backward(engine(torch.arange(10)))
+        engine.step()
+    moments = zero.safe_get_full_optimizer_state(model.head.weight, "exp_avg")
+    assert moments is not None
+    expected = {}
+    for module in (model.embedding, model.head):
+        if module.weight.shape[0] == 13:
+            continue
+        new = torch.full((13, 8), 0.25)
+        new[:10] = module.weight.data[:10]
+        module.weight.data = new
+        expected[module] = new
+    zero.resize_parameter(engine, model.mix.weight, (8, 8))  # what is pending comes first
+    assert model.head.weight.shape == (13, 8)
+    engine.backward(engine(torch.arange(13)))
+    for module, new in expected.items():
+        assert torch.equal(module.weight, new)
+    engine.step()
+    grown = zero.safe_get_full_optimizer_state(model.head.weight, "exp_avg")
+    assert grown is not None
+    assert grown.shape == (13, 8)
+    assert not torch.equal(model.head.weight[10:], torch.full((3, 8), 0.25))
+    engine.backward(engine(torch.arange(13)))
+    with pytest.raises(RuntimeError, match="between steps"):
+        resize_now(engine, model.head)
+    engine.destroy()
+
+
+def resize_now(engine: zero.ZeroEngine, head: nn.Linear) -> None:
+    head.weight.data = torch.ones(14, 8)
+    engine.step()
+
+
 def test_resizing_before_there_is_an_engine_and_what_cannot_be_resized() -> None:
     with zero.Init():
         model = Language(tied=True)

@@ -327,6 +327,8 @@ OTHER_ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "a parameter of an alias": (lambda w: nn.Parameter(w.data), RuntimeError, "of its own"),
     "a parameter of a parameter": (nn.Parameter, RuntimeError, "of its own"),
     "shapes that do not fit": (lambda w: w @ torch.ones(3), RuntimeError, "size mismatch|shapes"),
+    "torch.tensor": (torch.tensor, Exception, "hpu"),
+    "the old to_dlpack": (torch.utils.dlpack.to_dlpack, BufferError, "hpu"),
     "shared memory pickling of a view": (
         lambda w: w.data.untyped_storage(),
         zero.ShardedAccessError,
@@ -397,6 +399,7 @@ def test_what_cannot_be_right_names_parameter_unit_and_fix(pair: Any, name: str)
     assert torch.equal(sharded, plain)
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
 @pytest.mark.parametrize("name", OTHER_ERRORS)
 def test_what_torch_refuses_is_refused(pair: Any, name: str) -> None:
     touch, error, match = OTHER_ERRORS[name]
