@@ -12,7 +12,7 @@ from offload.ledger import Activity, Ledger, LedgerSnapshot, Link
 from offload.pager import PageError, Pager, PagerFailedError, PagerState
 from offload.slots import Slot, SlotState, carve_slots
 from offload.step import update
-from offload.store import Store, StoreParts
+from offload.store import Store, StoreParts, SwapDirectory
 from offload.write import write_parameters
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "SlotState",
     "Store",
     "StoreParts",
+    "SwapDirectory",
     "array_at",
     "carve_slots",
     "copy_bytes",

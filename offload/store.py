@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from aio_ops import Engine, HostArena, Span
+from aio_ops import Engine, HostArena, Span, TransferFile
 from estimators import (
     ElementType,
     Extent,
@@ -27,6 +27,14 @@ _PARAMETER = frozenset({Section.PARAMETER})
 
 
 @dataclass(frozen=True, slots=True)
+class SwapDirectory:
+    """A directory for swap files, and the most bytes that a rank may use there."""
+
+    path: Path
+    capacity_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StoreParts:
     """What a store works with; made outside, so that tests can hand in a hostile engine."""
 
@@ -35,6 +43,20 @@ class StoreParts:
     """Where the swap file is made; None if the plan has no swap file."""
     kernels: Kernels
     ledger: Ledger
+    stripes: tuple[SwapDirectory, ...] = ()
+    """With more than one, the swap file is striped over these and `directory` is not used."""
+
+    def create_file(self, size_bytes: int) -> TransferFile:
+        """Make the swap file, on one drive or on several."""
+        if len(self.stripes) > 1:
+            return self.engine.create_striped_file(
+                [each.path for each in self.stripes],
+                size_bytes,
+                capacities=[each.capacity_bytes for each in self.stripes],
+            )
+        if self.directory is None:
+            raise ValueError(f"the plan needs {size_bytes} bytes of NVMe but no path")
+        return self.engine.create_file(self.directory, size_bytes)
 
 
 class Store:
@@ -53,12 +75,10 @@ class Store:
         self._has_gradient = [False] * len(plan.request.segments)
         self._failure: str | None = None
         self.is_closed = False
-        self._file = None
+        self._file: TransferFile | None = None
         self.pager: Pager | None = None
         if plan.swap_file_bytes:
-            if parts.directory is None:
-                raise ValueError(f"the plan needs {plan.swap_file_bytes} bytes of NVMe but no path")
-            self._file = self._engine.create_file(parts.directory, plan.swap_file_bytes)
+            self._file = parts.create_file(plan.swap_file_bytes)
         # Only slots take part in transfers; a forked DataLoader worker may read what is resident.
         self.device_arena, self.host_arena = (
             HostArena(max(_resident_bytes(plan, tier), 1), inherited=True)

@@ -30,7 +30,8 @@ def build_runtime(
     communicator.agree(model, "zero.initialize with a model of its own")
     kernels = load_kernels(thread_count=machine.thread_count(communicator.local_world_size))
     plan = blueprint.plan
-    store = Store(plan.memory, StoreParts(io, plan.nvme_path, kernels, Ledger()))
+    directory = plan.nvme[0].path if plan.nvme else None
+    store = Store(plan.memory, StoreParts(io, directory, kernels, Ledger(), plan.nvme))
     try:
         units = []
         segments: list[Segment] = []

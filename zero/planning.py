@@ -20,14 +20,15 @@ from estimators import (
     Tier,
     plan_placement,
 )
-from offload import load_kernels
+from offload import SwapDirectory, load_kernels
 from zero import machine
 from zero.comm import Communicator
-from zero.config import ZeroConfig, load_config, preflight
+from zero.config import ZeroConfig, load_config
 from zero.config.autos import hidden_size_of
 from zero.errors import PlanError
 from zero.optimizer import ZeroOptimizer, group_parameters, make_optimizer
 from zero.settings import Settings
+from zero.swap_paths import check_paths, describe_paths, nvme_budget
 from zero.units import UnitBlueprint, form_units
 
 NVME_ALIGNMENT_BYTES = 4096
@@ -41,7 +42,8 @@ class Plan:
     """What one rank will allocate and where, and with which engine."""
 
     memory: MemoryPlan
-    nvme_path: Path | None
+    nvme: tuple[SwapDirectory, ...]
+    """Where the swap file goes; it is striped over several."""
     engine_name: str
     engine_reason: str
     kernels_name: str
@@ -63,7 +65,8 @@ class Plan:
             "host_bytes": self.memory.host_bytes,
             "host_budget_bytes": self.memory.host_budget_bytes,
             "device_bytes": self.memory.device_bytes,
-            "nvme_path": str(self.nvme_path) if self.nvme_path else None,
+            "nvme_path": str(self.nvme[0].path) if self.nvme else None,
+            "nvme_paths": [str(each.path) for each in self.nvme],
             "engine": self.engine_name,
             "engine_reason": self.engine_reason,
             "kernels": self.kernels_name,
@@ -155,18 +158,14 @@ def make_blueprint(
     )
     budget, source = _budget(request, settings, local_world_size)
     memory = plan_placement(request, budget)
-    path = settings.tiers.nvme[0].path if settings.tiers.nvme else None
+    nvme: tuple[SwapDirectory, ...] = ()
     if Tier.NVME in (request.parameter_tier, request.optimizer_tier):
-        if path is None:
+        if not settings.tiers.nvme:
             raise PlanError("something is offloaded to NVMe but no path is given; set nvme_path")
-        preflight(
-            path,
-            memory.swap_file_bytes * local_world_size,
-            allow_any_file_system=settings.tiers.nvme[0].allow_any_file_system,
-        )
+        nvme = check_paths(settings.tiers.nvme, memory.swap_file_bytes, local_world_size)
     plan = Plan(
         memory=memory,
-        nvme_path=path,
+        nvme=nvme,
         engine_name=engine.name,
         engine_reason=engine.reason,
         kernels_name=load_kernels().name,
@@ -180,11 +179,10 @@ def _budget(
 ) -> tuple[Budget, str]:
     """Return one rank's share of the node's budgets, and where the host budget comes from."""
     tiers = settings.tiers
-    nvme = tiers.nvme[0].capacity_bytes if tiers.nvme else None
     device = tiers.device_memory_bytes
     shares = (
         device // local_world_size if device is not None else None,
-        nvme // local_world_size if nvme is not None else None,
+        nvme_budget(tiers.nvme, local_world_size, NVME_ALIGNMENT_BYTES),
     )
     if tiers.host_memory_bytes is not None:
         host = tiers.host_memory_bytes // local_world_size
@@ -240,7 +238,8 @@ def plan_table(plan: Plan) -> Table:
     if memory.slots.count:
         slots = memory.slots
         table.add_row("", f"{slots.count} slots of", f"{slots.size_bytes:,}")
-        table.add_row("", f"swap file in {plan.nvme_path}", f"{memory.swap_file_bytes:,}")
+        where = describe_paths(plan.nvme)
+        table.add_row("", f"swap file in {where}", f"{memory.swap_file_bytes:,}")
     request = memory.request
     caption = [
         describe_segments(request.segments),

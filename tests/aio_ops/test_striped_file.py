@@ -426,7 +426,8 @@ def test_weights_are_measured_unless_they_are_given(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directories = places(scratch)
-    rates = iter([3e8, 1e8, 2e8] * 2)
+    # Three rounds over three drives; the last drive is disturbed once.
+    rates = iter([3e8, 1e8, 2e8, 3e8, 1e8, 9e8, 3e8, 1e8, 2e8] * 2)
     asked = []
 
     def told(traffic: Traffic, seconds: float) -> float:
@@ -435,12 +436,12 @@ def test_weights_are_measured_unless_they_are_given(
 
     monkeypatch.setattr(Traffic, "go", told)  # the noise of a real drive must not decide a test
     with make_engine("threads") as engine:
-        assert measure_weights(engine, directories, seconds=0.25) == [3e8, 1e8, 2e8]
-        assert asked == [0.25] * 3
+        assert measure_weights(engine, directories, seconds=0.75) == [3e8, 1e8, 2e8]
+        assert asked == [0.25] * 9
         file = engine.create_striped_file(directories, 600 * SECTOR, unit_bytes=SECTOR)
         with contextlib.closing(file):
             assert file.layout.member_bytes == (300 * SECTOR, 100 * SECTOR, 200 * SECTOR)
-        assert len(asked) == 6
+        assert len(asked) == 18
 
 
 @pytest.mark.parametrize("most", [None, 1 << 20, 1])

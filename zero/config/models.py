@@ -41,7 +41,11 @@ class Tiers(Section):
         default=None,
         auto=Auto.MACHINE,
     )
-    nvme: tuple[NvmePath, ...] = key("directories for swap files", default=())
+    nvme: tuple[NvmePath, ...] = key(
+        "directories for swap files, one of each drive; a rank's file is striped over several by"
+        " their measured rates, within their capacities",
+        default=(),
+    )
     state_format: Annotated[str, Choice(words=("exact", "fp32"), later=("bf16", "compact"))] = key(
         "how state beside a 16-bit parameter is stored", default="exact"
     )
