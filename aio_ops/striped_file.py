@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from aio_ops.memory import Span
+from aio_ops.memory import DeviceSpan, Span
 from aio_ops.striping import StripeLayout
 from aio_ops.transfer import Operation, Outcome, Ticket, Transfer, TransferError, TransferFile
 
@@ -67,7 +68,12 @@ class StripedTransfer(Transfer):
     """What is known of a transfer as a whole [Note: pieces of a transfer]."""
 
     def __init__(
-        self, operation: Operation, file: StripedFile, offset: int, span: Span, lease: object
+        self,
+        operation: Operation,
+        file: StripedFile,
+        offset: int,
+        span: Span | DeviceSpan,
+        lease: object,
     ) -> None:
         super().__init__(operation, file, offset, span, lease)
         self._pieces: list[tuple[int, Transfer, Ticket]] = []
@@ -123,11 +129,12 @@ def _with_place(error: TransferError, offset: int, path: Path) -> TransferError:
     return placed
 
 
-Start = Callable[[list[Transfer], TransferFile, Sequence[tuple[int, Span]]], list[Ticket]]
+AnySpan = TypeVar("AnySpan", Span, DeviceSpan)
+Start = Callable[[list[Transfer], TransferFile, Sequence[tuple[int, AnySpan]]], list[Ticket]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
+class _Placed(Generic[AnySpan]):
     """A piece of one of several requests."""
 
     whole: StripedTransfer
@@ -135,14 +142,14 @@ class _Placed:
     further: bool
     offset: int
     start: int
-    span: Span
+    span: AnySpan
 
 
 def start_striped(
     operation: Operation,
     file: StripedFile,
-    requests: Sequence[tuple[int, Span]],
-    start: Start,
+    requests: Sequence[tuple[int, AnySpan]],
+    start: Start[AnySpan],
     drain: Callable[[], None],
 ) -> list[Ticket]:
     """Start the pieces of valid requests by `start`, and return a ticket for each request.
@@ -172,15 +179,15 @@ def start_striped(
     return [Ticket(whole, whole.advance) for whole in wholes]
 
 
-def _part(span: Span, start: int, size_bytes: int) -> Span:
+def _part(span: AnySpan, start: int, size_bytes: int) -> AnySpan:
     return span if size_bytes == span.size_bytes else span.sub(start, size_bytes)
 
 
 def _start_run(
     operation: Operation,
     member: TransferFile,
-    run: list[_Placed],
-    start: Start,
+    run: list[_Placed[AnySpan]],
+    start: Start[AnySpan],
     *,
     further: bool,
 ) -> None:

@@ -16,7 +16,7 @@ CANNOT = 77
 def test_the_rate_is_the_sum_of_the_drives(engine: str, tmp_path: Path) -> None:
     rates = [90, 30]
     command = [sys.executable, str(BENCH), "--json", "--engine", engine, "--parent", str(tmp_path)]
-    command += ["--rates", *(str(rate) for rate in rates), "--seconds", "3"]
+    command += ["--rates", *(str(rate) for rate in rates), "--seconds", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     if done.returncode == CANNOT:
         pytest.skip(done.stderr.strip())
