@@ -32,6 +32,8 @@ class SwapDirectory:
 
     path: Path
     capacity_bytes: int | None = None
+    weight: float | None = None
+    """Its share beside the others'; they are measured unless all have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,11 @@ class StoreParts:
     def create_file(self, size_bytes: int) -> TransferFile:
         """Make the swap file, on one drive or on several."""
         if len(self.stripes) > 1:
+            weights = [each.weight for each in self.stripes if each.weight is not None]
             return self.engine.create_striped_file(
                 [each.path for each in self.stripes],
                 size_bytes,
+                weights=weights if len(weights) == len(self.stripes) else "auto",
                 capacities=[each.capacity_bytes for each in self.stripes],
             )
         if self.directory is None:

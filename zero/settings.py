@@ -27,6 +27,8 @@ class NvmeSettings:
     path: Path
     capacity_bytes: int | None = None
     allow_any_file_system: bool = False
+    weight: float | None = None
+    """Its share beside the others'; None in all of them: measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,8 @@ def _usable(entry: NvmeSettings) -> SwapDirectory:
     """Return a directory with what all ranks of the node may use there."""
     free_bytes = _look_at(entry, 0)
     limit = entry.capacity_bytes
-    return SwapDirectory(entry.path, free_bytes if limit is None else min(limit, free_bytes))
+    room_bytes = free_bytes if limit is None else min(limit, free_bytes)
+    return SwapDirectory(entry.path, room_bytes, entry.weight)
 
 
 def _look_at(entry: NvmeSettings, needed_bytes: int) -> int:

@@ -13,6 +13,7 @@ import pytest
 
 import zero
 from aio_ops import Fault, SimulatedDisk, SwapFile
+from aio_ops.schedule_measurement import Traffic
 from estimators import MemoryPlan
 from offload import Ledger, PageError, Store, StoreParts, SwapDirectory, load_kernels
 from tests.support.configs import make_config, slot_budget
@@ -102,9 +103,9 @@ def test_two_drives_give_the_bits_of_one_and_of_none(tmp_path: Path, dtype: str)
 
 def striped_store(plan: MemoryPlan, disk: SimulatedDisk) -> Store:
     """Return a store on two simulated drives, in small stripes and without measuring them."""
-    create = functools.partial(disk.create_striped_file, weights=[2, 1], unit_bytes=4096)
+    create = functools.partial(disk.create_striped_file, unit_bytes=4096)
     disk.create_striped_file = create  # type: ignore[method-assign]
-    places = (SwapDirectory(Path("/a")), SwapDirectory(Path("/b")))
+    places = (SwapDirectory(Path("/a"), weight=2), SwapDirectory(Path("/b"), weight=1))
     return Store(plan, StoreParts(disk, None, load_kernels("numpy"), Ledger(), places))
 
 
@@ -134,6 +135,25 @@ def test_a_fault_on_any_drive_is_an_error_or_changes_nothing(kind: str) -> None:
         raised.add(at)
     assert len(raised) > 5
     assert outcome(SimulatedDisk(9, fault=Fault(quiet.submitted, kind))) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.nvme
+@pytest.mark.filterwarnings(SAME_DEVICE)
+def test_weights_of_the_configuration_are_taken_unmeasured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Traffic, "go", lambda *_: pytest.fail("it measures"))
+    places = [
+        {"path": str(each), "weight": weight}
+        for each, weight in zip(drives(tmp_path), (3, 1), strict=True)
+    ]
+    engine, _ = run(paging_config(places, "fp32"), steps=1)
+    shares = engine._runtime.store._file.layout.member_bytes
+    assert shares[0] == pytest.approx(0.75 * sum(shares), abs=4096)
+    engine.destroy()
+    del places[1]["weight"]
+    with pytest.raises(zero.ConfigError, match=r"tiers\.nvme\[1\]\.weight: left out although"):
+        zero.plan_memory(make_model(extra=EXTRA), paging_config(places, "fp32"))
 
 
 def test_several_capacities_are_one_budget() -> None:

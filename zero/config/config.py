@@ -147,7 +147,7 @@ class ZeroConfig(Document):
         """Return the directories for swap files, `tiers.nvme` first."""
         if self.tiers is not None and self.tiers.nvme:
             return tuple(
-                NvmeSettings(entry.path, entry.capacity, entry.allow_any_file_system)
+                NvmeSettings(entry.path, entry.capacity, entry.allow_any_file_system, entry.weight)
                 for entry in self.tiers.nvme
             )
         paths: dict[Path, None] = {}

@@ -25,6 +25,12 @@ class NvmePath(Section):
         "most bytes to use there, shared by the ranks of the node; null is all that is free",
         default=None,
     )
+    weight: Annotated[float | None, Number(nullable=True, above_minimum=True)] = key(
+        "its share of the bytes beside the weights of the other directories; null in all of them"
+        " measures their rates instead",
+        default=None,
+        auto=Auto.MACHINE,
+    )
     allow_any_file_system: _SWITCH = key(
         "use the directory even if it lies on a network or memory file system", default=False
     )

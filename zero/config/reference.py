@@ -43,8 +43,9 @@ read from NVMe at all.
 
 Several directories in `tiers.nvme`, or two different `nvme_path`, are for several drives: the swap
 file of a rank is striped over all of them. Each is measured for about a second when the engine is
-made, and gets its share of the bytes by its rate, but no more than its capacity or what is free.
-The space is reserved before training; what cannot be had is an error that names the directory.
+made, unless all have a `weight`, and gets its share of the bytes by its rate, but no more than its
+capacity or what is free. The space is reserved before training; what cannot be had is an error
+that names the directory.
 
 The field's other ways to say how much (`max_in_cpu`, `buffer_count`, `buffer_size`, `ratio`) change
 nothing beside it: slots and residency follow from the budgets.
