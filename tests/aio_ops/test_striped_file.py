@@ -217,7 +217,6 @@ def test_a_fault_anywhere_in_a_run_is_an_error_or_right_data(kind: str) -> None:
             else:
                 assert bytes(span.view())[: 30 * SECTOR] == data[: 30 * SECTOR]
                 assert at >= disk.submitted  # nothing was swallowed
-            gc.collect()
     assert raised > 10
 
 
@@ -267,8 +266,8 @@ def test_memory_is_kept_until_every_piece_is_over(*, drop: bool) -> None:
     assert count == len(file.layout.pieces(0, SIZE))
     if drop:
         del ticket
+    gc.collect()
     while disk.in_flight:
-        gc.collect()
         assert alive() is not None
         disk._complete_one()
     if not drop:
