@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from aio_ops import (
     SimulatedDisk,
     Span,
     StripedFile,
+    Ticket,
     TransferError,
     measure_weights,
 )
@@ -275,6 +277,37 @@ def test_memory_is_kept_until_every_piece_is_over(*, drop: bool) -> None:
             ticket.wait()
     gc.collect()
     assert alive() is None
+
+
+def test_what_cannot_be_started_whole_leaves_nothing_in_flight(
+    monkeypatch: pytest.MonkeyPatch, arena: HostArena
+) -> None:
+    disk = SimulatedDisk(5)
+    file = striped(disk, [Path("/a"), Path("/b"), Path("/c")])
+    start = disk._start
+    calls = []
+
+    def breaks(*arguments: Any) -> list[Ticket]:
+        calls.append(disk.in_flight)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return start(*arguments)
+
+    monkeypatch.setattr(disk, "_start", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        disk.submit_write(file, 0, arena.carve(SIZE))
+    assert calls == [0, 1, 2, 3]
+    assert disk.in_flight == 0  # else the caller would reuse memory that is still being written
+
+
+def test_a_single_directory_is_not_measured(
+    engine: Engine, scratch: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Traffic, "go", lambda *_: pytest.fail("it measures"))
+    with contextlib.closing(engine.create_striped_file([scratch], SIZE)) as file:
+        engine.submit_write(file, SECTOR, filled(arena, pattern(2, SIZE - SECTOR))).wait()
+        assert merged(file, SIZE) == bytes(SECTOR) + pattern(2, SIZE - SECTOR)
+        assert len(file.members) == 1
 
 
 def test_a_full_drive_is_the_error_of_its_member(
