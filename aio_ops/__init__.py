@@ -11,6 +11,8 @@ from aio_ops.pinned import PinnedArena
 from aio_ops.schedule import Schedule
 from aio_ops.schedule_measurement import ScheduleMeasurement, measure_schedule
 from aio_ops.simulated import Fault, SimulatedDisk
+from aio_ops.stripe_measurement import measure_weights
+from aio_ops.striped_file import StripedFile
 from aio_ops.swapfile import SwapFile
 from aio_ops.threads_engine import native_available, native_unavailable_reason
 from aio_ops.transfer import Ticket, TransferError, TransferFile
@@ -26,11 +28,13 @@ __all__ = [
     "ScheduleMeasurement",
     "SimulatedDisk",
     "Span",
+    "StripedFile",
     "SwapFile",
     "Ticket",
     "TransferError",
     "TransferFile",
     "measure_schedule",
+    "measure_weights",
     "native_available",
     "native_unavailable_reason",
     "open_engine",

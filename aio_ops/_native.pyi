@@ -57,6 +57,7 @@ class Engine:
         alignment_bytes: int,
         file_slot: int = -1,
         edge_descriptor: int = -1,
+        further: bool = False,
     ) -> list[Transfer]:
         """Take transfers between a file and pieces of memory: (offset, address, size in bytes)."""
 

@@ -2,12 +2,14 @@
 
 import functools
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
 from aio_ops.engine import check_request
 from aio_ops.memory import DeviceSpan
 from aio_ops.native_engine import NativeEngine, load_native
 from aio_ops.pinned import PinnedArena, open_cuda
+from aio_ops.striped_file import StripedFile, start_striped
 from aio_ops.transfer import Operation, Outcome, Ticket, Transfer, TransferFile
 
 if TYPE_CHECKING:
@@ -109,17 +111,33 @@ class DeviceMover:
             )
         check_request(file, offset, span.size_bytes)
         self._collect()
+        start = functools.partial(self._start, after=after)
+        if isinstance(file, StripedFile):
+            return start_striped(operation, file, [(offset, span)], start, self.drain)[0]
         transfer = Transfer(operation, file, offset, span, file.lease())
-        record = self._core.submit(
-            transfer,
-            (offset, span.address, span.size_bytes),
-            writes=operation is Operation.WRITE,
-            descriptor=file.fileno(),
-            alignment_bytes=file.alignment_bytes if file.direct else 1,
-            edge_descriptor=file.edge_fileno(),
-            after=after,
-        )
-        return Ticket(transfer, functools.partial(self._advance, record))
+        return start([transfer], file, [(offset, span)])[0]
+
+    def _start(
+        self,
+        transfers: list[Transfer],
+        file: TransferFile,
+        pieces: Sequence[tuple[int, DeviceSpan]],
+        *,
+        after: int,
+    ) -> list[Ticket]:
+        tickets = []
+        for transfer, (offset, span) in zip(transfers, pieces, strict=True):
+            record = self._core.submit(
+                transfer,
+                (offset, span.address, span.size_bytes),
+                writes=transfer.operation is Operation.WRITE,
+                descriptor=file.fileno(),
+                alignment_bytes=file.alignment_bytes if file.direct else 1,
+                edge_descriptor=file.edge_fileno(),
+                after=after,
+            )
+            tickets.append(Ticket(transfer, functools.partial(self._advance, record)))
+        return tickets
 
     def _advance(self, record: "_native.DeviceTransfer", timeout_s: float | None) -> None:
         self._require_same_process()

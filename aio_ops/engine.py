@@ -8,11 +8,13 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self, assert_never
+from typing import Literal, NamedTuple, Self, assert_never
 
 from aio_ops.linux import require_linux
 from aio_ops.memory import Span
+from aio_ops.process import ProcessBound
 from aio_ops.schedule import Schedule
+from aio_ops.striped_file import StripedFile, start_striped
 from aio_ops.swapfile import SwapFile
 from aio_ops.transfer import Operation, Ticket, Transfer, TransferFile
 
@@ -20,7 +22,7 @@ _BLOCK_ALIGNMENT_BYTES = 4096
 _MAXIMUM_BLOCK_BYTES = 1 << 30  # the kernel moves less than 2 GiB a call
 
 
-class Engine(abc.ABC):
+class Engine(ProcessBound, abc.ABC):
     """Moves bytes between files and memory without making the caller wait.
 
     One transfer completes on its own; nothing is ordered between transfers, so a caller that reads
@@ -30,10 +32,12 @@ class Engine(abc.ABC):
     name: str
     reason: str
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_at_once: int = _MAXIMUM_BLOCK_BYTES) -> None:
+        super().__init__()
+        self.bytes_at_once = bytes_at_once
+        """How much of what is in flight moves at one time; the rest waits in the engine."""
         self._closed = False
         self._stopped = False
-        self._process_id = os.getpid()
         self._schedule = Schedule()
 
     def create_file(
@@ -46,6 +50,31 @@ class Engine(abc.ABC):
         """
         self._require_usable()
         return SwapFile.create(directory, size_bytes, any_alignment=any_alignment)
+
+    def create_striped_file(
+        self,
+        directories: Sequence[Path],
+        size_bytes: int,
+        *,
+        weights: Sequence[float] | Literal["auto"] = "auto",
+        capacities: Sequence[int | None] | None = None,
+        unit_bytes: int | None = None,
+        any_alignment: bool = False,
+    ) -> StripedFile:
+        """Return one new file of zero bytes over directories on different drives.
+
+        Each gets bytes in proportion to its weight, but no more than its capacity, in stripes of
+        `unit_bytes` (at most 4 MiB if left out) that alternate [Note: stripes]. "auto" measures
+        each directory for about a second. All space is reserved here; an OSError names the
+        directory that cannot, and then nothing is left in the others.
+        """
+        from aio_ops.stripe_creation import StripeRequest, create
+
+        self._require_usable()
+        request = StripeRequest(
+            directories, size_bytes, weights, capacities, unit_bytes, any_alignment
+        )
+        return create(self, request)
 
     def submit_read(self, file: TransferFile, offset: int, span: Span) -> Ticket:
         """Start to fill `span` from the file; its bytes are undefined until the ticket is done."""
@@ -125,19 +154,11 @@ class Engine(abc.ABC):
         self._require_usable()
         for offset, span in pieces:
             check_request(file, offset, span.size_bytes, span.address)
+        if isinstance(file, StripedFile):
+            return start_striped(operation, file, pieces, self._start, self.drain)
         lease = file.lease()
         transfers = [Transfer(operation, file, offset, span, lease) for offset, span in pieces]
         return self._start(transfers, file, pieces) if transfers else []
-
-    def _in_other_process(self) -> bool:
-        return os.getpid() != self._process_id
-
-    def _require_same_process(self) -> None:
-        if self._in_other_process():
-            raise RuntimeError(
-                f"this engine belongs to process {self._process_id} and its threads do not exist "
-                f"in the forked process {os.getpid()}; open an engine there"
-            )
 
     def _require_usable(self) -> None:
         self._require_same_process()

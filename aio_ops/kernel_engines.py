@@ -70,7 +70,7 @@ class IoUringEngine(NativeEngine):
             )
         except OSError as error:
             raise refusal(self.name, error) from error
-        super().__init__(ring, reason)
+        super().__init__(ring, reason, queue_depth * block_bytes)
         self.polling = polling
         self._slots: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._slots_lock = threading.Lock()
@@ -148,4 +148,4 @@ class KernelAioEngine(NativeEngine):
             core: _native.AioEngine = native.AioEngine(block_bytes, queue_depth)
         except OSError as error:
             raise refusal(self.name, error) from error
-        super().__init__(core, reason)
+        super().__init__(core, reason, queue_depth * block_bytes)

@@ -76,6 +76,15 @@ class DeviceSpan:
                 f"{self.size_bytes} bytes cannot start at address {self.address} of a device"
             )
 
+    def sub(self, offset_bytes: int, size_bytes: int) -> "DeviceSpan":
+        """Return a part of this span, with the same owner."""
+        if offset_bytes < 0 or size_bytes < 0 or offset_bytes + size_bytes > self.size_bytes:
+            raise ValueError(
+                f"bytes {offset_bytes} to {offset_bytes + size_bytes} are not inside a span of "
+                f"{self.size_bytes} bytes of a device"
+            )
+        return DeviceSpan(self.device, self.address + offset_bytes, size_bytes, self.owner)
+
 
 class Mapping:
     """Anonymous private memory, unmapped when nothing refers to it any more."""

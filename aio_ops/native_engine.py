@@ -49,8 +49,8 @@ def _outcome(result: "_native.Result") -> Outcome:
 class NativeEngine(Engine):
     """Wraps a native core, which owns each transfer's record until its bytes have moved."""
 
-    def __init__(self, core: "_native.Engine", reason: str) -> None:
-        super().__init__()
+    def __init__(self, core: "_native.Engine", reason: str, bytes_at_once: int) -> None:
+        super().__init__(bytes_at_once)
         self.reason = reason
         self._core = core
         self.watch(STALL_WARNING_S)
@@ -97,6 +97,7 @@ class NativeEngine(Engine):
             alignment_bytes=file.alignment_bytes if file.direct else 1,
             file_slot=self._slot_of(transfers[0].lease, file),
             edge_descriptor=file.edge_fileno(),
+            further=transfers[0].further,
         )
         return [
             Ticket(transfer, functools.partial(self._advance, transfer, record))

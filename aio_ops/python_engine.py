@@ -148,13 +148,14 @@ class PythonEngine(Engine):
     def __init__(
         self, thread_count: int, block_bytes: int, queue_depth: int, reason: str = ""
     ) -> None:
-        super().__init__()
+        super().__init__(thread_count * block_bytes)
         self.reason = reason
         self._thread_count = thread_count
         self._block_bytes = block_bytes
         self._queue_depth = queue_depth
         self._changed = threading.Condition()  # guards what follows and every _Progress
         self._active: set[_Progress] = set()
+        self._places_used = 0  # of the queue depth, by those active that are no further pieces
         self._waiting: dict[Operation, deque[_Progress]] = {kind: deque() for kind in Operation}
         self._chooser = Chooser(self._schedule)
         self._held_back = False  # a thread left what waits alone until something else is over
@@ -224,11 +225,13 @@ class PythonEngine(Engine):
 
     def _queue(self, progress: _Progress, block_count: int) -> None:
         with self._changed:
-            self._wait_until(lambda: len(self._active) < self._queue_depth)
+            if not progress.transfer.further:
+                self._wait_until(lambda: self._places_used < self._queue_depth)
             self._require_usable()
             if not self._active:
                 self._busy_since = self._progress_at = time.monotonic()
             self._active.add(progress)
+            self._places_used += not progress.transfer.further
             self._waiting[progress.transfer.operation].append(progress)
             for _ in range(min(block_count, self._thread_count)):
                 self._pool.submit(self._move_blocks)
@@ -284,6 +287,7 @@ class PythonEngine(Engine):
             if progress.blocks_left == 0:
                 progress.transfer.finish(progress.total())
                 self._active.discard(progress)
+                self._places_used -= not progress.transfer.further
                 if not self._active:
                     self._busy_s += self._progress_at - self._busy_since
                 self._changed.notify_all()

@@ -58,7 +58,7 @@ def measure_schedule(
     schedules = [MIXED, Schedule(burst_bytes=burst_bytes), Schedule(burst_bytes=burst_bytes // 2)]
     rates: dict[Schedule, list[float]] = {schedule: [] for schedule in schedules}
     part_bytes = min(half_bytes, _PASSES * len(spans) * size_bytes)
-    run = _Run(engine, file, spans, part_bytes, half_bytes)
+    run = Traffic(engine, file, spans, part_bytes, half_bytes)
     run.fill()
     for number in range(_ROUNDS):
         for schedule in schedules[number:] + schedules[:number]:
@@ -71,7 +71,7 @@ def measure_schedule(
     return ScheduleMeasurement(best, medians)
 
 
-class _Run:
+class Traffic:
     """Keeps every span in flight, as many to read as to write."""
 
     def __init__(

@@ -18,4 +18,5 @@ class ThreadsEngine(NativeEngine):
     def __init__(
         self, thread_count: int, block_bytes: int, queue_depth: int, reason: str = ""
     ) -> None:
-        super().__init__(load_native().ThreadEngine(thread_count, block_bytes, queue_depth), reason)
+        core = load_native().ThreadEngine(thread_count, block_bytes, queue_depth)
+        super().__init__(core, reason, thread_count * block_bytes)

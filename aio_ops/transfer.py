@@ -132,6 +132,8 @@ class Transfer:
         self.lease = lease
         self.outcome: Outcome | None = None
         self.reported = False
+        self.further = False
+        """Whether it is a piece of a transfer whose first piece counts in the queue depth."""
 
     def finish(self, outcome: Outcome) -> None:
         """Record the result and let go of the memory and the file."""
@@ -184,8 +186,12 @@ class Ticket:
 
     def done(self) -> bool:
         """Return whether the transfer is over, successful or not, without waiting."""
+        return self.settle(0.0)
+
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Wait until the transfer is over, successful or not, and return whether it is."""
         if self._transfer.outcome is None:
-            self._advance(0.0)
+            self._advance(timeout_s)
         return self._transfer.outcome is not None
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -194,9 +200,7 @@ class Ticket:
         TimeoutError says that the transfer is still in flight and still uses its memory.
         """
         transfer = self._transfer
-        if transfer.outcome is None:
-            self._advance(timeout_s)
-        if transfer.outcome is None:
+        if not self.settle(timeout_s):
             raise TimeoutError(
                 f"{transfer.operation} of {transfer.size_bytes} bytes at offset "
                 f"{transfer.offset} of {transfer.path} is not done after {timeout_s} s"

@@ -25,7 +25,7 @@ from offload.report import LedgerReport, StepRecord
 from offload.slots import Slot, SlotState, carve_slots
 from offload.spool import Spool, SpooledArray
 from offload.step import update
-from offload.store import Store, StoreParts
+from offload.store import Store, StoreParts, SwapDirectory
 from offload.transfers import CorruptionError, PageError, SlotTransfers
 from offload.write import write_parameters
 
@@ -53,6 +53,7 @@ __all__ = [
     "StepRecord",
     "Store",
     "StoreParts",
+    "SwapDirectory",
     "array_at",
     "carve_slots",
     "copy_bytes",

@@ -32,6 +32,16 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class SwapDirectory:
+    """A directory for swap files, and the most bytes that a rank may use there."""
+
+    path: Path
+    capacity_bytes: int | None = None
+    weight: float | None = None
+    """Its share beside the others'; they are measured unless all have one."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoreParts:
     """What a store works with; made outside, so that tests can hand in a hostile engine."""
 
@@ -48,6 +58,22 @@ class StoreParts:
     """Whether the drive's faster order of reads and writes is found out on the new swap file."""
     pins_slots: bool = False
     """Whether slots are locked in RAM and registered with the engine, where that is allowed."""
+    stripes: tuple[SwapDirectory, ...] = ()
+    """With more than one, the swap file is striped over these and `directory` is not used."""
+
+    def create_file(self, size_bytes: int) -> TransferFile:
+        """Make the swap file, on one drive or on several."""
+        if len(self.stripes) > 1:
+            weights = [each.weight for each in self.stripes if each.weight is not None]
+            return self.engine.create_striped_file(
+                [each.path for each in self.stripes],
+                size_bytes,
+                weights=weights if len(weights) == len(self.stripes) else "auto",
+                capacities=[each.capacity_bytes for each in self.stripes],
+            )
+        if self.directory is None:
+            raise ValueError(f"the plan needs {size_bytes} bytes of NVMe but no path")
+        return self.engine.create_file(self.directory, size_bytes)
 
 
 class Store:
@@ -65,12 +91,10 @@ class Store:
         self._has_gradient = [False] * len(plan.request.segments)
         self._failure: str | None = None
         self.is_closed = False
-        self.swap_file = None
+        self.swap_file: TransferFile | None = None
         self.pager: Pager | None = None
         if plan.swap_file_bytes:
-            if parts.directory is None:
-                raise ValueError(f"the plan needs {plan.swap_file_bytes} bytes of NVMe but no path")
-            self.swap_file = self._engine.create_file(parts.directory, plan.swap_file_bytes)
+            self.swap_file = parts.create_file(plan.swap_file_bytes)
         self.residents = Residents(plan)
         self.slot_arena = _slot_arena(plan, parts)
         self.slots: Sequence[Slot] = ()

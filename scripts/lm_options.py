@@ -153,6 +153,9 @@ def override(settings: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
             raise UsageError("--nvme-path is given, but the configuration puts nothing on nvme")
         for place, key in places:
             place[key] = str(overrides.nvme_path)
+        disks = _section(changed, "tiers").get("nvme")
+        if isinstance(disks, list):
+            del disks[1:]  # one folder, so one disk
     return changed
 
 

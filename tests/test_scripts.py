@@ -276,6 +276,9 @@ def test_options_override_a_copy_of_the_configuration(train_lm: ModuleType) -> N
     assert changed["bf16"] == {"enabled": True}
     for name in ("offload_param", "offload_optimizer"):
         assert changed["zero_optimization"][name]["nvme_path"] == "/x"
+    settings["tiers"]["nvme"] = [{"path": "/a"}, {"path": "/b"}]
+    one = train_lm.override(settings, train_lm.Overrides(nvme_path=Path("/x")))
+    assert one["tiers"]["nvme"] == [{"path": "/x"}]  # one folder is one drive
 
 
 def test_only_the_default_swap_folder_is_made(

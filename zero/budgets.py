@@ -26,6 +26,7 @@ from estimators.placement import in_play_bytes
 from offload import measure_rates
 from zero import machine
 from zero.settings import Settings
+from zero.swap_paths import nvme_budget
 from zero.units import UnitBlueprint
 
 
@@ -35,10 +36,9 @@ def node_budget(
     """Return one rank's share of the node's budgets, and where the host budget comes from."""
     tiers = settings.tiers
     device = tiers.device_memory_bytes
-    capacity = tiers.nvme[0].capacity_bytes if tiers.nvme else None
     shares = (
         device // local_world_size if device is not None else None,
-        capacity // local_world_size if capacity is not None else None,
+        nvme_budget(tiers.nvme, local_world_size, request.alignment_bytes),
     )
     if tiers.host_memory_bytes is not None:
         host = tiers.host_memory_bytes // local_world_size
@@ -99,19 +99,29 @@ def warn_if_beyond_machine(plan: MemoryPlan, local_world_size: int) -> None:
 
 def drive_rates(settings: Settings, engine: Engine, local_world_size: int) -> DriveRates | None:
     """Return one rank's share of what the drive does, as given or measured by all ranks at once."""
-    nvme = settings.tiers.nvme[0] if settings.tiers.nvme else None
-    if nvme is None:
-        return None
-    if nvme.read_bytes_per_s is not None and nvme.write_bytes_per_s is not None:
+    nvme = settings.tiers.nvme
+    given = [
+        (each.read_bytes_per_s, each.write_bytes_per_s)
+        for each in nvme
+        if each.read_bytes_per_s is not None and each.write_bytes_per_s is not None
+    ]
+    if nvme and len(given) == len(nvme):
         return DriveRates(
-            nvme.read_bytes_per_s / local_world_size,
-            nvme.write_bytes_per_s / local_world_size,
+            sum(read for read, _ in given) / local_world_size,
+            sum(write for _, write in given) / local_world_size,
             "given",
         )
     pages = Tier.NVME in (settings.parameter_offload.tier, settings.optimizer_offload.tier)
-    if settings.tiers.measures_bandwidth and pages:
-        return measure_rates(engine, nvme.path)
-    return None
+    if not (nvme and settings.tiers.measures_bandwidth and pages):
+        return None
+    measured = [measure_rates(engine, each.path) for each in nvme]
+    if len(measured) == 1:
+        return measured[0]
+    return DriveRates(
+        sum(each.read_bytes_per_s for each in measured),
+        sum(each.write_bytes_per_s for each in measured),
+        measured[0].source,
+    )
 
 
 def start_bytes(units: Sequence[UnitBlueprint], world_size: int) -> int:

@@ -38,9 +38,10 @@ def build_runtime(
     tiers = settings.tiers
     parts = StoreParts(
         io,
-        plan.nvme_path,
+        plan.nvme[0].path if plan.nvme else None,
         kernels,
         ledger or Ledger(),
+        stripes=plan.nvme,
         burst=tiers.write_burst,
         verify=tiers.verify,
         measures_schedule=tiers.measures_schedule,

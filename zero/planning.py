@@ -21,14 +21,15 @@ from estimators import (
     Tier,
     plan_placement,
 )
-from offload import load_kernels, process_bytes
+from offload import SwapDirectory, load_kernels, process_bytes
 from zero.budgets import drive_rates, node_budget, start_bytes, warn_if_beyond_machine
 from zero.comm import Communicator
-from zero.config import ZeroConfig, load_config, preflight
+from zero.config import ZeroConfig, load_config
 from zero.config.autos import hidden_size_of
 from zero.errors import PlanError
 from zero.optimizer import UpdateGroup, ZeroOptimizer, make_optimizer, update_groups
 from zero.settings import NvmeSettings, Settings
+from zero.swap_paths import check_paths, describe_paths
 from zero.units import UnitBlueprint, form_units
 
 NVME_ALIGNMENT_BYTES = 4096
@@ -42,7 +43,8 @@ class Plan:
     """What one rank will allocate and where, and with which engine."""
 
     memory: MemoryPlan
-    nvme_path: Path | None
+    nvme: tuple[SwapDirectory, ...]
+    """Where the swap file goes; it is striped over several."""
     engine_name: str
     engine_reason: str
     kernels_name: str
@@ -66,7 +68,8 @@ class Plan:
             "host_bytes": self.memory.host_bytes,
             "host_budget_bytes": self.memory.host_budget_bytes,
             "device_bytes": self.memory.device_bytes,
-            "nvme_path": str(self.nvme_path) if self.nvme_path else None,
+            "nvme_path": str(self.nvme[0].path) if self.nvme else None,
+            "nvme_paths": [str(each.path) for each in self.nvme],
             "engine": self.engine_name,
             "engine_reason": self.engine_reason,
             "kernels": self.kernels_name,
@@ -197,11 +200,11 @@ def make_blueprint(
     )
     budget, source = node_budget(request, settings, local_world_size)
     memory = plan_placement(request, budget)
-    path = _swap_directory(settings, request, memory.swap_file_bytes * local_world_size)
+    nvme = _swap_directories(settings, request, memory.swap_file_bytes, local_world_size)
     warn_if_beyond_machine(memory, local_world_size)
     plan = Plan(
         memory=memory,
-        nvme_path=path,
+        nvme=nvme,
         engine_name=engine.name,
         engine_reason=engine.reason,
         kernels_name=load_kernels().name,
@@ -211,14 +214,15 @@ def make_blueprint(
     return Blueprint(settings, plan, units, optimizer, groups)
 
 
-def _swap_directory(settings: Settings, request: PlacementRequest, size_bytes: int) -> Path | None:
+def _swap_directories(
+    settings: Settings, request: PlacementRequest, size_bytes: int, local_world_size: int
+) -> tuple[SwapDirectory, ...]:
     """Return where the swap files go, having looked whether they fit there."""
-    nvme = settings.tiers.nvme[0] if settings.tiers.nvme else None
-    if Tier.NVME in (request.parameter_tier, request.optimizer_tier):
-        if nvme is None:
-            raise PlanError("something is offloaded to NVMe but no path is given; set nvme_path")
-        preflight(nvme.path, size_bytes, allow_any_file_system=nvme.allow_any_file_system)
-    return None if nvme is None else nvme.path
+    if Tier.NVME not in (request.parameter_tier, request.optimizer_tier):
+        return ()
+    if not settings.tiers.nvme:
+        raise PlanError("something is offloaded to NVMe but no path is given; set nvme_path")
+    return check_paths(settings.tiers.nvme, size_bytes, local_world_size)
 
 
 def describe_segments(segments: Sequence[SegmentSpec]) -> str:
@@ -261,7 +265,8 @@ def plan_table(plan: Plan) -> Table:
     if memory.slots.count:
         slots = memory.slots
         table.add_row("", f"{slots.count} slots of", f"{slots.size_bytes:,}")
-        table.add_row("", f"swap file in {plan.nvme_path}", f"{memory.swap_file_bytes:,}")
+        where = describe_paths(plan.nvme)
+        table.add_row("", f"swap file in {where}", f"{memory.swap_file_bytes:,}")
     request = memory.request
     caption = [
         describe_segments(request.segments),

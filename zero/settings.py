@@ -30,6 +30,8 @@ class NvmeSettings:
     read_bytes_per_s: int | None = None
     write_bytes_per_s: int | None = None
     """What the drive does, as given; both are known or none."""
+    weight: float | None = None
+    """Its share beside the others'; None in all of them: measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,8 @@ NB_MODULE(_native, module) {
            "descriptor"_a,
            "alignment_bytes"_a,
            "file_slot"_a = -1,
-           "edge_descriptor"_a = -1)
+           "edge_descriptor"_a = -1,
+           "further"_a = false)
       .def("wait", &OwningEngine::wait, "transfer"_a, "timeout_s"_a.none())
       .def("take_finished", &OwningEngine::take_finished)
       .def("drain", &OwningEngine::drain)

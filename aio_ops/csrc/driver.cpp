@@ -112,6 +112,7 @@ struct Driver::State {
   uint64_t room_waiter_count = 0;
   uint64_t drain_waiter_count = 0;
   uint64_t in_flight = 0;
+  uint64_t places_used = 0;  // of the queue depth
   bool refusing = false;
   bool stopping = false;
 
@@ -130,13 +131,15 @@ struct Driver::State {
   void wake_lanes();
   void wake_for(const Transfer& arrival);
 
-  void count_in() {
+  void count_in(const Transfer& transfer) {
+    places_used += transfer.takes_place() ? 1 : 0;
     if (in_flight++ == 0) {
       busy_since = progress_at = Clock::now();
     }
   }
 
-  void count_out() {
+  void count_out(const Transfer& transfer) {
+    places_used -= transfer.takes_place() ? 1 : 0;
     if (--in_flight == 0) {
       busy_s += seconds_since(busy_since);
     }
@@ -303,7 +306,7 @@ class Driver::Lane {
       state_.moved_bytes += work.progress->result().moved_bytes;
       state_.chooser.over(work.operation, work.size_bytes);
       if (work.transfer->add(work.progress->result())) {
-        state_.count_out();
+        state_.count_out(*work.transfer);
         awaited = awaited || work.transfer->waiter_count_ > 0;
       }
       work = {};
@@ -422,12 +425,12 @@ std::vector<std::shared_ptr<Transfer>> Driver::try_submit(std::span<const Block>
     throw std::system_error(ESHUTDOWN, std::generic_category(), "engine is closed");
   }
   for (const Block& whole : wholes) {
-    if (state_->in_flight >= state_->limits.queue_depth) {
+    if (!whole.further && state_->places_used >= state_->limits.queue_depth) {
       break;
     }
     taken.emplace_back(new Transfer(whole, state_->limits.block_bytes));
     state_->feed.add(taken.back(), whole.operation);
-    state_->count_in();
+    state_->count_in(*taken.back());
   }
   if (taken.size() == 1) {
     state_->wake_for(*taken.front());
@@ -442,7 +445,7 @@ bool Driver::wait_for_room(Duration timeout) {
   std::unique_lock lock(state_->mutex);
   const Counted counted(state_->room_waiter_count);
   return state_->transfer_done.wait_for(lock, timeout, [this] {
-    return state_->refusing || state_->in_flight < state_->limits.queue_depth;
+    return state_->refusing || state_->places_used < state_->limits.queue_depth;
   });
 }
 

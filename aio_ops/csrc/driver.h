@@ -35,6 +35,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   uint64_t next_block_bytes() const;
   Block take_block();
   bool all_taken() const { return taken_bytes_ == whole_.size_bytes; }
+  bool takes_place() const { return !whole_.further; }
   bool add(const Result& block_result);
 
   const Block whole_;
@@ -50,7 +51,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
 
 struct Limits {
   uint64_t block_bytes;
-  uint64_t queue_depth;  // transfers in flight
+  uint64_t queue_depth;  // transfers in flight, without further pieces of any
 };
 
 // What a driver is doing, for whoever wonders why nothing happens.

@@ -104,7 +104,8 @@ class OwningEngine {
                                                 int descriptor,
                                                 uint64_t alignment_bytes,
                                                 int file_slot,
-                                                int edge_descriptor) {
+                                                int edge_descriptor,
+                                                bool further) {
     if (owners.size() != pieces.size()) {
       throw nb::value_error("there must be an owner for every piece");
     }
@@ -118,7 +119,8 @@ class OwningEngine {
                         size_bytes,
                         alignment_bytes,
                         file_slot,
-                        edge_descriptor});
+                        edge_descriptor,
+                        further});
     }
     owned_.reserve(owned_.size() + wholes.size());  // so that nothing fails once they are taken
     std::vector<std::shared_ptr<Transfer>> transfers;

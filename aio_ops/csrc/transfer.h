@@ -25,6 +25,7 @@ struct Block {
   uint64_t alignment_bytes;
   int file_slot = -1;        // where the queue has the file registered, or -1
   int edge_descriptor = -1;  // the same file buffered, for what is not aligned, or -1
+  bool further = false;      // a piece of a transfer that has its place in the queue depth already
 
   Block part(uint64_t start_bytes, uint64_t part_bytes) const {
     Block block = *this;

@@ -57,6 +57,30 @@ def test_bytes_go_there_and_back(engine: NativeEngine, scratch: Path, size_bytes
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*lie on the same device:RuntimeWarning")
+def test_a_striped_file_takes_device_memory(engine: NativeEngine, scratch: Path) -> None:
+    size_bytes = 21 * MIB + SECTOR
+    data = pattern(3, size_bytes)
+    directories = [scratch / name for name in "abc"]
+    for directory in directories:
+        directory.mkdir()
+    file = engine.create_striped_file(
+        directories, size_bytes, weights=[3, 1, 2], unit_bytes=MIB + SECTOR
+    )
+    with contextlib.closing(file), DeviceMover(engine, 0, slot_bytes=MIB, slot_count=3) as mover:
+        ticket = mover.submit_write(file, 0, span_of(on_device(data)))
+        ticket.wait()
+        assert ticket.moved_bytes == size_bytes
+        for piece in file.layout.pieces(0, size_bytes):
+            part = data[piece.start : piece.start + piece.size_bytes]
+            assert contents(file.members[piece.member], piece.offset, piece.size_bytes) == part
+        back = torch.zeros(size_bytes, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        mover.submit_read(file, 0, span_of(back)).wait()
+        assert back.cpu().numpy().tobytes() == data
+
+
+@pytest.mark.gpu
 def test_a_write_waits_for_its_event_on_the_device(engine: NativeEngine, scratch: Path) -> None:
     size_bytes = 16 * MIB
     with engine.create_file(scratch, size_bytes) as file, DeviceMover(engine, 0) as mover:

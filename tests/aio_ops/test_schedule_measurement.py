@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from aio_ops import Engine, HostArena, Schedule, Span, measure_schedule
-from aio_ops.schedule_measurement import MIXED, _Run
+from aio_ops.schedule_measurement import MIXED, Traffic
 from tests.aio_ops.disks import storage_bytes
 from tests.aio_ops.support import SECTOR, contents, make_engine, pattern
 
@@ -55,7 +55,7 @@ def test_the_faster_schedule_wins(
     with make_engine("python") as engine, engine.create_file(scratch, 1 << 20) as file:
         told = dict(zip([None, 4 * SPAN_BYTES, 2 * SPAN_BYTES], rates, strict=True))
         # A device whose rates are known: the noise of a real one must not decide a test.
-        monkeypatch.setattr(_Run, "go", lambda *_: told[engine.schedule.burst_bytes])
+        monkeypatch.setattr(Traffic, "go", lambda *_: told[engine.schedule.burst_bytes])
         assert measure_schedule(engine, file, spans_of(arena)).best == best
         assert engine.schedule == best
 

@@ -155,6 +155,29 @@ void a_queue_is_kept_full_and_never_overfilled() {
   CHECK(first->done() && script.most_taken == script.depth);
 }
 
+void further_pieces_take_no_place() {
+  Script script;
+  script.holds = true;
+  Bytes memory(kSector);
+  const auto driver = driver_of(script, {kSector, 2});
+  Block further = block_of(memory);
+  further.further = true;
+  std::vector<std::shared_ptr<Transfer>> taken;
+  for (int place = 0; place < 2; ++place) {
+    taken.push_back(submit(*driver, block_of(memory)));
+    for (int index = 0; index < 20; ++index) {
+      taken.push_back(submit(*driver, further));
+    }
+  }
+  CHECK(driver->try_submit(block_of(memory)) == nullptr && !driver->wait_for_room(kPoll));
+  CHECK(driver->try_submit(further) != nullptr);
+  CHECK(driver->in_flight() == 43);
+  script.release();
+  CHECK(driver->drain(kForever) && driver->wait_for_room(kForever));
+  CHECK(std::all_of(taken.begin(), taken.end(), [](const auto& each) { return each->done(); }));
+  CHECK(run(*driver, block_of(memory)).moved_bytes == memory.size());
+}
+
 void errors_stay_with_their_transfer() {
   Script script;
   Bytes memory(6 * kSector);
@@ -241,6 +264,7 @@ void ragged_transfers_are_direct_only_in_the_middle() {
 int main() {
   blocks_complete_in_any_order_and_in_crumbs();
   a_queue_is_kept_full_and_never_overfilled();
+  further_pieces_take_no_place();
   errors_stay_with_their_transfer();
   a_broken_queue_fails_what_it_has_and_hangs_nobody();
   reads_and_writes_have_lanes_of_their_own();

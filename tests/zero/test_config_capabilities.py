@@ -98,6 +98,7 @@ def test_the_table_is_the_truth() -> None:
         assert settings.parameter_offload.tier is TIERS[combination.offload_param]
         assert settings.optimizer_offload.tier is TIERS[combination.offload_optimizer]
         assert settings.tiers.state_format is StateFormat(combination.state_format)
+        assert len(settings.tiers.nvme) == AXES["directories"].index(combination.directories)
     assert works > 50
     assert seen.keys() == {row.key for row in REFUSALS}
 

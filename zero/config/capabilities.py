@@ -92,12 +92,6 @@ REFUSALS = (
         "collectives use the type of the parameters",
         "remove it, or name the same type in data_types.param_dtype",
     ),
-    Refusal(
-        {"directories": ("several",)},
-        "tiers.nvme",
-        "this version keeps the swap file of a rank in one directory",
-        "name one, of a striped volume where there are several drives",
-    ),
 )
 
 

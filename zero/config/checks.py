@@ -58,4 +58,11 @@ def _nvme(config: ZeroConfig, notices: list[str]) -> list[str]:
             )
     if len({entry.path for entry in paths}) != len(paths):
         problems.append("tiers.nvme: names one directory twice; keep one entry for each")
+    weighted = [entry.weight is not None for entry in paths]
+    if any(weighted) and not all(weighted):
+        missing = weighted.index(False)
+        problems.append(
+            f"tiers.nvme[{missing}].weight: left out although another directory has one; give all "
+            "of them a weight, or none to have their rates measured"
+        )
     return problems

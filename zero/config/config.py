@@ -153,6 +153,7 @@ class ZeroConfig(Document):
                     entry.allow_any_file_system,
                     entry.read_bandwidth or entry.write_bandwidth,
                     entry.write_bandwidth or entry.read_bandwidth,
+                    entry.weight,
                 )
                 for entry in self.tiers.nvme
             )

@@ -33,6 +33,12 @@ class NvmePath(Section):
     write_bandwidth: Annotated[int | None, ByteSize(nullable=True)] = key(
         "bytes a second that the drive writes; null is as fast as it reads", default=None
     )
+    weight: Annotated[float | None, Number(nullable=True, above_minimum=True)] = key(
+        "its share of the bytes beside the weights of the other directories; null in all of them"
+        " measures their rates instead",
+        default=None,
+        auto=Auto.MACHINE,
+    )
     allow_any_file_system: _SWITCH = key(
         "use the directory even if it lies on a network or memory file system", default=False
     )
@@ -49,7 +55,11 @@ class Tiers(Section):
         default=None,
         auto=Auto.MACHINE,
     )
-    nvme: tuple[NvmePath, ...] = key("directories for swap files", default=())
+    nvme: tuple[NvmePath, ...] = key(
+        "directories for swap files, one of each drive; a rank's file is striped over several by"
+        " their measured rates, within their capacities",
+        default=(),
+    )
     slot_count: Annotated[int | None, Integer(nullable=True, minimum=1, maximum=256)] = key(
         "staging buffers of a rank: one is in use, the others are read ahead or written behind;"
         " fewer where the budget is small; null chooses",

@@ -39,9 +39,17 @@ _TIERS_NOTE = """\
 `device` of `offload_param` and `offload_optimizer` names the lowest tier on which something may
 rest; `tiers` says how much of each tier there is. Budgets are those of a node, divided over its
 ranks. `nvme_path` fills `tiers.nvme` where that is left out. With enough `host_memory` nothing is
-read from NVMe at all. The field's other ways to say how much (`max_in_cpu`, `buffer_count`,
-`buffer_size`, `ratio`) change nothing beside it: slots and residency follow from the budgets.
-`slot_count` and `write_burst` tune how they page; `scripts/step_bench.py` shows what suits a drive.
+read from NVMe at all.
+
+Several directories in `tiers.nvme`, or two different `nvme_path`, are for several drives: the swap
+file of a rank is striped over all of them. Each is measured for about a second when the engine is
+made, unless all have a `weight`, and gets its share of the bytes by its rate, but no more than its
+capacity or what is free. The space is reserved before training; what cannot be had is an error
+that names the directory.
+
+The field's other ways to say how much (`max_in_cpu`, `buffer_count`, `buffer_size`, `ratio`) change
+nothing beside it: slots and residency follow from the budgets. `slot_count` and `write_burst` tune
+how they page; `scripts/step_bench.py` shows what suits a drive.
 """
 
 
