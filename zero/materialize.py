@@ -117,6 +117,8 @@ def _seal_unit(runtime: Runtime, unit: Unit) -> None:
     for segment in unit.segments:
         seal_segment(segment, runtime.store, runtime.communicator)
         refer(runtime, unit, segment)
+        # The values in fp32, and in the model's own type before; see offload/heap.py.
+        runtime.store.heap.freed(2 * 4 * segment.layout.shard_numel)
 
 
 def _materialize_own(module: nn.Module) -> list[torch.Tensor]:

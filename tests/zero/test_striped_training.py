@@ -88,7 +88,7 @@ def test_two_drives_give_the_bits_of_one_and_of_none(tmp_path: Path, dtype: str)
     assert two.plan.to_dict()["nvme_paths"] == [str(first), str(second)]
     assert two.ledger.snapshot().nvme_write_bytes == moved.nvme_write_bytes > size_bytes
     assert two.ledger.snapshot().nvme_read_bytes == moved.nvme_read_bytes > size_bytes
-    file = two._runtime.store._file
+    file = two._runtime.store.swap_file
     assert [member.path.parent for member in file.members] == [first, second]
     assert sum(member.size_bytes for member in file.members) == size_bytes
     assert 0 < file.members[1].size_bytes <= small - 7  # whatever was measured
@@ -106,7 +106,7 @@ def striped_store(plan: MemoryPlan, disk: SimulatedDisk) -> Store:
     create = functools.partial(disk.create_striped_file, unit_bytes=4096)
     disk.create_striped_file = create  # type: ignore[method-assign]
     places = (SwapDirectory(Path("/a"), weight=2), SwapDirectory(Path("/b"), weight=1))
-    return Store(plan, StoreParts(disk, None, load_kernels("numpy"), Ledger(), places))
+    return Store(plan, StoreParts(disk, None, load_kernels("numpy"), Ledger(), stripes=places))
 
 
 @pytest.mark.parametrize("kind", ["eio", "enospc", "short", "torn"])
@@ -148,7 +148,7 @@ def test_weights_of_the_configuration_are_taken_unmeasured(
         for each, weight in zip(drives(tmp_path), (3, 1), strict=True)
     ]
     engine, _ = run(paging_config(places, "fp32"), steps=1)
-    shares = engine._runtime.store._file.layout.member_bytes
+    shares = engine._runtime.store.swap_file.layout.member_bytes
     assert shares[0] == pytest.approx(0.75 * sum(shares), abs=4096)
     engine.destroy()
     del places[1]["weight"]
@@ -184,5 +184,5 @@ def test_every_directory_is_looked_at_before_anything_is_made(tmp_path: Path) ->
 @pytest.mark.filterwarnings(SAME_DEVICE)
 def test_capacities_that_cannot_hold_the_plan_are_refused(tmp_path: Path) -> None:
     places = [{"path": str(each), "capacity": 65536} for each in drives(tmp_path)]
-    with pytest.raises(zero.PlanError, match=r"raise tiers\.nvme capacity"):
+    with pytest.raises(zero.PlanError, match=r"set the capacity in tiers\.nvme to at least"):
         zero.plan_memory(make_model(extra=EXTRA), paging_config(places, "fp32"))
