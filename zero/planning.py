@@ -170,7 +170,6 @@ def make_blueprint(
     )
     budget, source = node_budget(request, settings, local_world_size)
     memory = plan_placement(request, budget)
-    warn_if_beyond_machine(memory, local_world_size)
     path = settings.tiers.nvme[0].path if settings.tiers.nvme else None
     if Tier.NVME in (request.parameter_tier, request.optimizer_tier):
         if path is None:
@@ -180,6 +179,7 @@ def make_blueprint(
             memory.swap_file_bytes * local_world_size,
             allow_any_file_system=settings.tiers.nvme[0].allow_any_file_system,
         )
+    warn_if_beyond_machine(memory, local_world_size)
     plan = Plan(
         memory=memory,
         nvme_path=path,
