@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -95,6 +96,7 @@ def record_fields(
             assert_never(state_format)
 
 
+@functools.lru_cache(maxsize=1024)
 def record_layout(state_format: StateFormat, parameter: ElementType, numel: int) -> RecordLayout:
     """Lay out the record of a sub-group of `numel` elements."""
     fields = []

@@ -222,8 +222,11 @@ class Ledger:
         """Return the steps that have ended (the last 200) as data, JSON lines and a table."""
         return LedgerReport(tuple(self._steps), self.rates, self.parameter_numel)
 
-    def start_trace(self, limit: int = 1_000_000) -> None:
-        """Record a time line from now on, of at most `limit` events; later ones are left out."""
+    def start_trace(self, limit: int = 100_000) -> None:
+        """Record a time line from now on, of at most `limit` events; later ones are left out.
+
+        An event takes some 500 bytes of memory, outside of any budget.
+        """
         self._trace = Trace(limit)
 
     def trace(self, process: str = "tierzero") -> dict[str, object]:

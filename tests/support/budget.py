@@ -112,6 +112,7 @@ def train(job: Job) -> dict[str, Any]:
     wait_for_limit(job, plan.host_bytes + plan.device_bytes)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts from here
     baseline = process_bytes("VmRSS")["VmRSS"]
+    anonymous = smaps_bytes()["Anonymous"]
     engine, _, _, _ = zero.initialize(model=model, config=config, init_fn=initialise)
     after_start = process_bytes("VmHWM")["VmHWM"]
     io_before = process_io_bytes()
@@ -127,6 +128,7 @@ def train(job: Job) -> dict[str, Any]:
     outcome = {
         **measure(engine, job),
         "baseline": baseline,
+        "anonymous_baseline": anonymous,
         "peak_after_start": after_start,
         "norms": norms,
         "kernel_read": io_after[0] - io_before[0],

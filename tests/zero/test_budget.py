@@ -57,7 +57,9 @@ def check(outcome: dict[str, Any], factor: int) -> None:
     assert outcome["host_planned"] <= outcome["host_budget"] == HOST_BYTES
     assert above >= 0.5 * outcome["host_planned"], "the budget was hardly used"
     assert outcome["swap_planned"] <= outcome["swap_blocks"] <= outcome["swap_planned"] + (1 << 20)
-    assert outcome["smaps"]["Anonymous"] <= outcome["peak"]
+    grown = outcome["smaps"]["Anonymous"] - outcome["anonymous_baseline"]
+    assert 0.5 * outcome["host_planned"] < grown <= allowed
+    assert outcome["smaps"]["Locked"] == outcome["smaps"]["Swap"] == outcome["locked"] == 0
     for line in outcome["lines"]:
         slack = 1 << 20 if line["tier"] == "nvme" else 0
         assert (line["actual_bytes"] or 0) <= line["planned_bytes"] + slack, line
