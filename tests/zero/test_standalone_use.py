@@ -125,3 +125,29 @@ def test_a_model_on_meta_is_taken_over_and_trains(config: dict[str, Any]) -> Non
     assert torch.isfinite(model[1].weight).all()
     assert not torch.equal(model[1].weight, before)
     engine.destroy()
+
+
+def test_graphs_of_other_code_outlive_windows(config: dict[str, Any]) -> None:
+    """A weight that a graph holds lies open for it while windows of its unit come and go."""
+    ours, plain = make_model(), make_model()
+    engine, _, _, _ = zero.initialize(model=ours, config=config)
+    weights = [model.blocks[0].project.weight for model in (ours, plain)]
+    outside = [F.linear(torch.ones(2, 16), weight).square().sum() for weight in weights]
+    for model, loss in zip((ours, plain), outside, strict=True):
+        model(*make_batch(0)).backward()
+        loss.backward()
+    torch.testing.assert_close(weights[0].grad.clone(), weights[1].grad)
+    inside = [model(*make_batch(1)) for model in (ours, plain)]
+    asked = [
+        torch.autograd.grad(loss, [weight], retain_graph=True)[0]
+        for loss, weight in zip(inside, weights, strict=True)
+    ]
+    torch.testing.assert_close(*asked)
+    for loss, weight in zip(inside, weights, strict=True):
+        (loss + (weight * weight).sum()).backward()
+    torch.testing.assert_close(weights[0].grad.clone(), weights[1].grad)
+    stale = (weights[0] * weights[0]).sum()
+    engine.step()
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.project\.weight, which was read"):
+        stale.backward()
+    engine.destroy()
