@@ -38,7 +38,7 @@ def kernel_thread_sleeps() -> bool:
         name, _, rest = (path / "stat").read_text(encoding="ascii").partition(") ")
         if "iou-sqp" in name:
             states.append(rest[0])
-    assert len(states) == 1
+    assert states  # that of the probe before may take a moment to go
     return states == ["S"]
 
 
