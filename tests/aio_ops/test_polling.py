@@ -35,9 +35,10 @@ def kernel_thread_sleeps() -> bool:
     """Return whether the thread that looks for requests has given up for now."""
     states = []
     for path in Path("/proc/self/task").iterdir():
-        name, _, rest = (path / "stat").read_text(encoding="ascii").partition(") ")
-        if "iou-sqp" in name:
-            states.append(rest[0])
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            name, _, rest = (path / "stat").read_text(encoding="ascii").partition(") ")
+            if "iou-sqp" in name:
+                states.append(rest[0])
     assert states  # that of the probe before may take a moment to go
     return states == ["S"]
 
