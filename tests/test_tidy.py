@@ -19,6 +19,7 @@ EXEMPT = {
     ("zero/compatibility.py", "function_length"): "documents each parameter of that signature",
     ("zero/lr_schedules.py", "parameters"): "mirrors the signatures of the field's schedules",
     ("zero/config/__main__.py", "prints"): "a command line",
+    ("aio_ops/tune/command.py", "prints"): "a command line",
     ("zero/engine.py", "methods"): "mirrors the surface of the field's engine",
 }
 

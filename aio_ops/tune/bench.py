@@ -57,6 +57,11 @@ class Allowance:
             self._limit_bytes = self.written_bytes + int(share * left_bytes)
             return self._limit_bytes
 
+    @property
+    def left_bytes(self) -> int:
+        """What may still be written until the present stop."""
+        return max(self._limit_bytes - self.written_bytes, 0)
+
     def take(self, size_bytes: int) -> bool:
         """Count bytes that are about to be written, or say that they may not be."""
         with self._lock:
@@ -108,31 +113,35 @@ class Bench:
         noise, view = os.urandom(_NOISE_BYTES), self.pool.view()
         for start in range(0, MOST_POOL_BYTES, _NOISE_BYTES):
             view[start : start + _NOISE_BYTES] = noise
+        self.fill_rate = 0.0
         self._position_bytes = dict.fromkeys((False, True), 0)
 
-    def fill(self) -> float:
-        """Write the half that is read, and return the bytes a second."""
+    def fill(self, engine_name: str) -> None:
+        """Write the half that is read, and see how fast that is."""
         self.allowance.require(self.half_bytes)
         self.allowance.take(self.half_bytes)
         size_bytes = min(4 << 20, self.half_bytes)
         spans = self.spans(size_bytes)
         start = time.perf_counter()
-        with open_engine("auto", directory=self.directory) as engine:
+        with open_engine(engine_name) as engine:  # not "auto": that wants a file of its own
             for offset in range(0, self.half_bytes, size_bytes * len(spans)):
                 offsets = range(offset, self.half_bytes, size_bytes)
                 pieces = list(zip(offsets, spans, strict=False))
                 for ticket in engine.submit_writes(self.file, pieces):
                     ticket.wait()
-        rate = self.half_bytes / (time.perf_counter() - start)
-        self._fit_pool(rate)
-        return rate
+        self.fill_rate = self.half_bytes / (time.perf_counter() - start)
+        while self.pool.size_bytes > self.fill_rate * _POOL_S and self.shrink_pool():
+            pass
 
-    def _fit_pool(self, rate: float) -> None:
-        """Keep no more in flight than a slow disk moves in a short time."""
-        size_bytes = self.pool.size_bytes
-        while size_bytes > LEAST_POOL_BYTES and size_bytes > rate * _POOL_S:
-            size_bytes //= 2
-        self.pool = self.pool.sub(0, size_bytes)
+    def shrink_pool(self) -> bool:
+        """Keep half as much in flight: what a slow disk moves in a short time, or may be written.
+
+        Returns whether it could be smaller.
+        """
+        if self.pool.size_bytes <= LEAST_POOL_BYTES:
+            return False
+        self.pool = self.pool.sub(0, self.pool.size_bytes // 2)
+        return True
 
     def measure(self, setting: Setting, workload: Workload, seconds: float) -> Sample:
         """Move bytes for so long; engines are opened, and some closed, outside the time."""
@@ -193,7 +202,8 @@ class Bench:
         self, setting: Setting, workload: Workload, spans: list[Span], seconds: float
     ) -> Sample:
         if workload.writes:
-            self.allowance.require(sum(span.size_bytes for span in spans))
+            moved_bytes = sum(span.size_bytes for span in spans)
+            self.allowance.require(int(moved_bytes * workload.written_share))
         if setting.engine == "kernel_aio":  # closing one waits for the kernel, a long time
             plain = setting.configured
             engine = self._kept.get(plain) or self._kept.setdefault(plain, open_setting(plain))

@@ -106,7 +106,7 @@ _LEVELS = (
     _Level((256 * _K, _M, 4 * _M, 16 * _M), (4, 8, 16, 32, 64), (4, 8, 16), 4, extras=True),
     _Level((256 * _K, _M, 4 * _M), (8, 32), (4, 16), 2, extras=True),
     _Level((256 * _K, _M, 4 * _M), (8, 32), (4, 16), 1, extras=False),
-    _Level((_M, 4 * _M), (8, 32), (4,), 1, extras=False),
+    _Level((_M, 4 * _M), (2, 8, 32), (2, 4), 1, extras=False),
 )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ _WRITE_SHARES = {Workload.MIX: 0.6, Workload.READ: 0.6, Workload.WRITE: 0.8}
 _TOGETHER_SHARE = 0.12
 _GPU_SHARE = 0.25
 _LATENCY_S = 0.15
+_ROUNDS_WRITTEN = 6  # of the whole grid; a search takes about as much
 _LEAST_FINAL_ROUNDS = 5
 
 
@@ -149,7 +150,7 @@ class _DirectoryTuner:
         stop_bytes = allowance.stop_at(share)
         self._watch("writing what is read later", None)
         try:
-            self._bench.fill()
+            self._bench.fill(self._engines[0])
         except WritesSpentError:
             raise TuneError(
                 f"--max-write allows {self._allowance.most_bytes} bytes, and the scratch file "
@@ -237,10 +238,13 @@ class _DirectoryTuner:
 
     def _search(self, workload: Workload, deadline: float) -> None:
         seconds = max(0.0, deadline - time.perf_counter())
-        pool_bytes = self._bench.pool.size_bytes
-        most = halving.most_settings(seconds)
+        most = min(halving.most_settings(seconds), _most_written(self._bench, workload))
         settings = grid(
-            self._engines, workload, pool_bytes=pool_bytes, registers=self._registers, most=most
+            self._engines,
+            workload,
+            pool_bytes=self._bench.pool.size_bytes,
+            registers=self._registers,
+            most=most,
         )
         chosen = self.result.chosen
         if chosen is not None and chosen not in settings:
@@ -249,7 +253,10 @@ class _DirectoryTuner:
             lambda setting, piece_s: self._bench.measure(setting, workload, piece_s),
             lambda standing: self._saw(workload, standing),
             deadline,
-            piece_s=halving.piece_seconds(seconds, len(settings)),
+            piece_s=min(
+                halving.piece_seconds(seconds, len(settings)),
+                _piece_written_s(self._bench, workload, len(settings)),
+            ),
         )
         outcome = search.halve(settings, self._finalists)
         self._bench.forget_engines()
@@ -343,6 +350,26 @@ class _DirectoryTuner:
             search.round(everything, 0)
         self._bench.forget_engines()
         self.result.exhausted = compare(best, search)
+
+
+def _most_written(bench: Bench, workload: Workload) -> int:
+    """Return how many settings may be measured by what may be written, with less in flight."""
+    if not workload.writes:
+        return 1 << 30
+    rounds_bytes = _ROUNDS_WRITTEN * workload.written_share
+    left_bytes = bench.allowance.left_bytes
+    while left_bytes < 5 * rounds_bytes * bench.pool.size_bytes:
+        if not bench.shrink_pool():
+            break
+    return int(left_bytes / rounds_bytes / bench.pool.size_bytes)
+
+
+def _piece_written_s(bench: Bench, workload: Workload, count: int) -> float:
+    """Return how long a measurement may last by what may be written."""
+    if not workload.writes:
+        return math.inf
+    each_bytes = bench.allowance.left_bytes / _ROUNDS_WRITTEN / count
+    return each_bytes / workload.written_share / max(bench.fill_rate, 1.0)
 
 
 def choose(outcome: Outcome[Setting]) -> tuple[Setting, Setting]:
