@@ -13,7 +13,7 @@ from aio_ops.tune.settings import Setting, Workload
 from aio_ops.tune.tuner import TuneError, check
 
 _HALF_BYTES = 32 << 20
-_PIECE_S = 0.1
+_PIECE_S = 0.06
 _SLOW_BYTES_PER_S = 0.5e9
 _LEAST_FREE_BYTES = 4 * _HALF_BYTES
 
@@ -30,11 +30,9 @@ def disk(directory: Path) -> Row:
         text, _, remedy = str(error).partition("; ")
         return fail(what, text, remedy)
     except OSError as error:
-        return fail(
-            what,
-            f"cannot be written: {error.strerror or error}",
-            "give this user the right to write there, or name another directory",
-        )
+        text, _, remedy = (error.strerror or str(error)).partition("; ")
+        remedy = remedy or "give this user the right to write there, or name another directory"
+        return fail(what, f"cannot be written: {text}", remedy)
     return _judge(what, found, report)
 
 

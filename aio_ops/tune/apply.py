@@ -25,8 +25,6 @@ def fragment(setting: Setting, directory: Path) -> dict[str, Any]:
             "block_size": setting.block_bytes,
             "queue_depth": setting.queue_depth,
             "intra_op_parallelism": setting.thread_count,
-            "single_submit": False,
-            "overlap_events": True,
         },
         "tiers": {"nvme": [{"path": str(directory.resolve())}]},
     }

@@ -24,6 +24,9 @@ _OVERHEAD_S = 0.015  # of a measurement: an engine is opened, the last transfers
 _ROUNDS = (2, 2, 3)
 """Rounds of the first stages; later ones have as many as the last."""
 
+_FIRST_SHARE = 0.3
+"""Of the time: all stages together take little more than twice as long as the first."""
+
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
@@ -167,11 +170,11 @@ class Search(Generic[KeyT]):
 
 
 def piece_seconds(seconds: float, count: int) -> float:
-    """Return how long each measurement lasts when half the time goes to the first stage."""
-    each = seconds / 2 / max(count, 1) / _ROUNDS[0] - _OVERHEAD_S
+    """Return how long each measurement lasts, so that the finalists have time as well."""
+    each = seconds * _FIRST_SHARE / max(count, 1) / _ROUNDS[0] - _OVERHEAD_S
     return min(max(each, LEAST_PIECE_S), MOST_PIECE_S)
 
 
 def most_settings(seconds: float) -> int:
-    """Return how many settings the first stage can measure in half the time."""
-    return int(seconds / 2 / _ROUNDS[0] / (LEAST_PIECE_S + _OVERHEAD_S))
+    """Return how many settings the first stage can measure."""
+    return int(seconds * _FIRST_SHARE / _ROUNDS[0] / (LEAST_PIECE_S + _OVERHEAD_S))

@@ -4,6 +4,7 @@ import base64
 import html
 import importlib
 import io
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -200,15 +201,27 @@ def _latency(axes: Any, result: DirectoryResult) -> None:
                 **next(styles),
             )
     block = size_text(result.latencies[0].block_bytes) if result.latencies else "?"
+    times_ms = [time * 1e3 for latency in result.latencies for time in latency.percentiles_s]
+    ticks = round_ticks(min(times_ms, default=1.0), max(times_ms, default=1.0))
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("")
+    axes.set_ylim(ticks[0], ticks[-1])
+    axes.minorticks_off()
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xticks(range(len(depths)), [str(depth) for depth in depths])
     axes.set_title(f"{_name(result)}: latency of blocks of {block}, in their order")
     axes.set_xlabel("blocks at once")
     axes.set_ylabel("latency (ms)")
     if result.latencies:
         _legend(axes)
+
+
+def round_ticks(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 times powers of ten, from the last below `low` to the first above."""
+    exponent = math.floor(math.log10(low))
+    steps = [digit * 10.0**power for power in range(exponent, exponent + 12) for digit in (1, 2, 5)]
+    start = max(index for index, step in enumerate(steps) if step <= low)
+    stop = next(index for index, step in enumerate(steps) if step > high)
+    return steps[start : stop + 1]
 
 
 def _bars(axes: Any, result: DirectoryResult) -> None:

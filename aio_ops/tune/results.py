@@ -32,6 +32,8 @@ class Rate:
 
     def text(self) -> str:
         """Return it in GB/s."""
+        if self.count == 1:
+            return f"{self.median / 1e9:.2f} GB/s (measured once)"
         return f"{self.median / 1e9:.2f} GB/s ({self.low / 1e9:.2f} to {self.high / 1e9:.2f})"
 
 

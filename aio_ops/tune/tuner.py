@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aio_ops import probe
@@ -32,6 +32,9 @@ from aio_ops.tune.statistics import interval, medians
 
 SMALLEST_HALF_BYTES = 16 << 20
 _SHARES = {Workload.MIX: 0.55, Workload.READ: 0.2, Workload.WRITE: 0.2}
+WORTH = 1.02
+"""A gain below this is not worth a setting that is not the default."""
+
 _WRITE_SHARES = {Workload.MIX: 0.6, Workload.READ: 0.6, Workload.WRITE: 0.8}
 """Of what may still be written; the rest is for what follows."""
 
@@ -266,7 +269,7 @@ class _DirectoryTuner:
         self.result.outcomes[workload] = outcome
         if self.result.chosen is None:
             self._grid = settings
-            self.result.chosen, self.result.best = choose(outcome)
+            self.result.chosen, self.result.best = choose(outcome, self._default())
 
     def _without(self, workload: Workload) -> None:
         text = (
@@ -278,8 +281,15 @@ class _DirectoryTuner:
         self.result.notices.append(f"{text}: there are no numbers for it")
 
     def _finalists(self, alive: list[Setting]) -> list[Setting]:
-        wanted = self.result.chosen or alive[0].configured
-        return alive if wanted in alive else [*alive, wanted]
+        chosen = self.result.chosen
+        wanted = [self._default(), alive[0].configured] if chosen is None else [chosen]
+        return list(dict.fromkeys([*alive, *wanted]))
+
+    def _default(self) -> Setting:
+        """Return what the configuration's defaults make of the best engine here."""
+        pool_bytes = self._bench.pool.size_bytes
+        default = Setting(self._engines[0], 1 << 20, min(32, pool_bytes >> 20))
+        return replace(default, depth=4) if default.on_threads else default
 
     def _saw(self, workload: Workload, standing: Standing[Setting]) -> None:
         self._note_presence()
@@ -372,19 +382,22 @@ def _piece_written_s(bench: Bench, workload: Workload, count: int) -> float:
     return each_bytes / workload.written_share / max(bench.fill_rate, 1.0)
 
 
-def choose(outcome: Outcome[Setting]) -> tuple[Setting, Setting]:
+def choose(outcome: Outcome[Setting], default: Setting | None = None) -> tuple[Setting, Setting]:
     """Return the best setting that a configuration can ask for, and the best of all.
 
-    They are the same unless the best of all is better beyond both intervals.
+    They are the same unless the best of all is better by more than `WORTH`, and both are the
+    default unless it is worse by more than that: on a plateau the choice must not be a matter of
+    luck.
     """
-    relative = outcome.samples.relative
+    rates = medians({key: outcome.samples.relative[key] for key in outcome.finalists})
     best = outcome.best
-    configured = next((key for key in outcome.finalists if key == key.configured), None)
-    if configured is None:  # --max-write ended it first
+    configured = [key for key in outcome.finalists if key == key.configured]
+    if not configured:  # --max-write ended it first
         return best.configured, best
-    if interval(relative[best])[0] <= interval(relative[configured])[1]:
-        best = configured
-    return configured, best
+    chosen = configured[0]
+    if default in configured and rates[default] * WORTH >= rates[chosen]:
+        chosen = default
+    return chosen, best if rates[best] > WORTH * rates[chosen] else chosen
 
 
 def compare(best: Setting, search: Search[Setting]) -> Exhausted:

@@ -68,7 +68,7 @@ def _best_lines(result: DirectoryResult, chosen: Setting) -> Iterator[str]:
             if best is not None and best != chosen and own is not None:
                 gain = top.median / own.median
                 yield f"{best.describe()} gives {gain:.2f} times as much, but has no key yet"
-        elif own is not None and top.low > own.high:
+        elif own is not None and top.low > own.high and min(top.count, own.count) > 2:
             yield f"{workload.value} alone would be {top.text()} with {outcome.best.describe()}"
 
 

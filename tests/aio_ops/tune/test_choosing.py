@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from aio_ops.tune.bench import Allowance, Sample, WritesSpentError
 from aio_ops.tune.halving import Outcome, Samples, Search
+from aio_ops.tune.report import round_ticks
 from aio_ops.tune.results import Sustained
 from aio_ops.tune.settings import LEAST_POOL_BYTES, MOST_POOL_BYTES, Setting, Workload, grid
 from aio_ops.tune.statistics import interval, is_tight, relative_rates
@@ -141,8 +142,18 @@ def outcome_of(plain: list[float], pinned: list[float]) -> Outcome[Setting]:
 
 
 def test_what_has_no_key_is_chosen_only_where_it_is_clearly_better() -> None:
-    assert choose(outcome_of([1.0, 0.9, 1.1], [1.05, 0.95, 1.1])) == (PLAIN, PLAIN)
+    assert choose(outcome_of([1.0, 0.9, 1.1], [1.01, 0.95, 1.1])) == (PLAIN, PLAIN)
     assert choose(outcome_of([1.0, 0.9, 1.1], [1.5, 1.4, 1.6])) == (PLAIN, PINNED)
+
+
+def test_on_a_plateau_the_default_is_chosen() -> None:
+    other = Setting("threads", 16 * MIB, 4)
+    samples: Samples[Setting] = Samples({}, {other: [1.01, 1.01], PLAIN: [1.0, 1.0]})
+    outcome = Outcome([other, PLAIN], samples, tight=True)
+    assert choose(outcome, PLAIN) == (PLAIN, PLAIN)
+    assert choose(outcome) == (other, other)
+    samples.relative[other] = [1.1, 1.1]
+    assert choose(outcome, PLAIN) == (other, other)
 
 
 def test_a_sweep_names_what_beats_the_choice() -> None:
@@ -165,6 +176,14 @@ def test_an_allowance_is_never_exceeded() -> None:
     with pytest.raises(WritesSpentError):
         allowance.require(1)
     assert allowance.written_bytes == 100
+
+
+@given(st.floats(1e-3, 1e4), st.floats(1, 1e4))
+def test_ticks_of_a_logarithmic_axis_enclose_what_is_drawn(low: float, by: float) -> None:
+    ticks = round_ticks(low, low * by)
+    assert ticks[0] <= low
+    assert ticks[-1] > low * by
+    assert len(ticks) > 1
 
 
 def long_write(*rates: float) -> Sustained:

@@ -246,6 +246,7 @@ def test_the_picture_is_labelled_and_nothing_overlaps(disk: Path, tmp_path: Path
     for axes in panels:
         assert axes.get_xlabel()
         assert "(GB/s)" in axes.get_ylabel() or "(ms)" in axes.get_ylabel()
+        assert len([label for label in axes.get_yticklabels() if label.get_text()]) > 1
         texts = [axes.title, axes.xaxis.label, axes.yaxis.label]
         texts += [label for label in axes.get_xticklabels() if label.get_text()]
         legend = axes.get_legend()
