@@ -217,8 +217,8 @@ def _latency(axes: Any, result: DirectoryResult) -> None:
 
 def round_ticks(low: float, high: float) -> list[float]:
     """Return 1, 2 and 5 times powers of ten, from the last below `low` to the first above."""
-    exponent = math.floor(math.log10(low))
-    steps = [digit * 10.0**power for power in range(exponent, exponent + 12) for digit in (1, 2, 5)]
+    exponent = math.floor(math.log10(low)) - 1
+    steps = [digit * 10.0**power for power in range(exponent, exponent + 14) for digit in (1, 2, 5)]
     start = max(index for index, step in enumerate(steps) if step <= low)
     stop = next(index for index, step in enumerate(steps) if step > high)
     return steps[start : stop + 1]

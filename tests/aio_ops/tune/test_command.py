@@ -159,7 +159,10 @@ def test_the_limit_of_writes_is_kept(run: Run, disk: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("flag", "measured", "absent"),
-    [("--no_write", "read", ["mix", "write"]), ("--no_read", "write", ["mix", "read"])],
+    [
+        ("--no_write", "read", ["mix", "write"]),
+        pytest.param("--no_read", "write", ["mix", "read"], marks=pytest.mark.full),
+    ],
 )
 def test_one_direction_alone(
     flag: str, measured: str, absent: list[str], run: Run, disk: Path, tmp_path: Path
@@ -206,13 +209,11 @@ def test_two_directories_of_one_disk_share_it(run: Run, disk: Path, tmp_path: Pa
     assert document["fragment"]["tiers"]["nvme"][0]["path"] in {str(first), str(second)}
 
 
-def test_json_to_stdout_is_json_alone(disk: Path) -> None:
-    command = [sys.executable, str(SCRIPT), str(disk), *BRIEF, "--json", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    check = json.loads(done.stdout)
-    assert check["fragment"]["aio"]["block_size"] >= 4096
-    assert "ahead is" in done.stderr
+def test_json_to_stdout_is_json_alone(run: Run, disk: Path) -> None:
+    code, out, err = run(disk, *BRIEF, "--no_write", "--json", "-")
+    assert code == 0
+    assert json.loads(out)["fragment"]["aio"]["block_size"] >= 4096
+    assert "ahead is" in err
 
 
 def test_help_has_an_example() -> None:
