@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 HOST_MEMORY_MARGIN = 0.8
@@ -62,6 +63,29 @@ def _reclaimable_bytes(directory: Path) -> int:
         return 0
     fields = dict(line.split() for line in lines)
     return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """A cgroup that bounds the memory of this process."""
+
+    version: str
+    path: Path
+    limit_bytes: int
+    usage_bytes: int
+
+
+def memory_limits() -> list[MemoryLimit]:
+    """Return every cgroup, of v1 or v2, that bounds the memory of this process."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = []
+    for directory, limit_name, usage_name in _cgroup_directories():
+        limit = _read_int(directory / limit_name)
+        usage = _read_int(directory / usage_name)
+        if limit is not None and usage is not None and limit < total:
+            version = "cgroup v2" if limit_name == "memory.max" else "cgroup v1"
+            found.append(MemoryLimit(version, directory, limit, usage))
+    return found
 
 
 def available_host_bytes() -> int:

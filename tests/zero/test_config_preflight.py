@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from aio_ops.file_systems import find_mount
 from zero.config import ConfigError, PreflightWarning, load_config, preflight
-from zero.config.swap_directory import find_mount
 
 MOUNTS = r"""21 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 22 21 0:30 / /dev/shm rw - tmpfs tmpfs rw

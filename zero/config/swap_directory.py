@@ -4,50 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from aio_ops import file_systems
 from zero.errors import ConfigError
 
-_NETWORK = frozenset(
-    {
-        "9p",
-        "afs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "coda",
-        "fuse.ceph",
-        "fuse.gcsfuse",
-        "fuse.glusterfs",
-        "fuse.juicefs",
-        "fuse.mountpoint-s3",
-        "fuse.rclone",
-        "fuse.s3fs",
-        "fuse.sshfs",
-        "gfs2",
-        "glusterfs",
-        "gpfs",
-        "lustre",
-        "ncpfs",
-        "nfs",
-        "nfs4",
-        "ocfs2",
-        "panfs",
-        "prl_fs",
-        "pvfs2",
-        "smb3",
-        "smbfs",
-        "vboxsf",
-        "virtiofs",
-        "wekafs",
-    }
-)
-_MEMORY = frozenset({"ramfs", "tmpfs"})
-_STACKED = frozenset({"aufs", "fuse.fuse-overlayfs", "overlay"})
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _O_TMPFILE = getattr(os, "O_TMPFILE", 0)
 
@@ -121,20 +85,20 @@ def _check_directory(directory: Path) -> None:
 
 
 def _check_file_system(directory: Path, file_system: str) -> None:
-    if file_system in _NETWORK:
+    if file_system in file_systems.NETWORK:
         raise ConfigError(
             f"nvme_path {directory} lies on {file_system}, a network file system; name a directory "
             "on a local drive, or allow it with "
             f'"tiers": {{"nvme": [{{"path": "{directory}", "allow_any_file_system": true}}]}}'
         )
-    if file_system in _MEMORY:
+    if file_system in file_systems.MEMORY:
         warnings.warn(
             f"nvme_path {directory} lies on {file_system}, which is memory: swap files there save "
             "none; name a directory on a drive",
             PreflightWarning,
             stacklevel=3,
         )
-    if file_system in _STACKED:
+    if file_system in file_systems.STACKED:
         warnings.warn(
             f"nvme_path {directory} lies on {file_system}, a container's layered file system, and "
             "may be slow; mount a drive into the container and name it",
@@ -177,26 +141,4 @@ def _free_bytes(directory: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _mount_of(directory: Path) -> tuple[str, str]:
-    """Return type and device of the file system that a directory lies on."""
-    try:
-        text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
-        where = str(directory.resolve())
-    except OSError:
-        return "unknown", "unknown"
-    return find_mount(text, where)
-
-
-def find_mount(mountinfo: str, where: str) -> tuple[str, str]:
-    """Return type and device of the mount that holds an absolute path, by the kernel's table."""
-    best, found = -1, ("unknown", "unknown")
-    for line in mountinfo.splitlines():
-        head, separator, tail = line.partition(" - ")
-        fields, details = head.split(" "), tail.split(" ")
-        if not separator or len(fields) < 5 or len(details) < 2:
-            continue
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
-        inside = where == point or where.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= best:  # of equal ones the later mount covers the earlier
-            best, found = len(point), (details[0], details[1])
-    return found
+_mount_of = file_systems.mount_of

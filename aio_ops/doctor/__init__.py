@@ -1,0 +1,1 @@
+"""Says what this machine offers to training, what it lacks, and what helps."""
