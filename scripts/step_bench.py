@@ -148,8 +148,10 @@ def run_case(case: Case, number: int, options: argparse.Namespace) -> Run:
         plan.swap_file_bytes / in_play_bytes(plan.request),
         plan.slots.count,
         plan.slots.size_bytes,
-        *(moved.seconds[f"{kind} wait"] / options.updates for kind in ("read", "write", "slot")),
-        compute=moved.seconds["update"] / options.updates,
+        moved.seconds["read wait"] / options.updates,
+        moved.seconds["write wait"] / options.updates,
+        moved.seconds["slot wait"] / options.updates,
+        moved.seconds["update"] / options.updates,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from aio_ops import Engine, HostArena, Span, SwapFile, Ticket, open_engine
+from aio_ops import Engine, HostArena, Span, Ticket, TransferFile, open_engine
 
 TRANSFER_BYTES = (1 << 20, 4 << 20, 16 << 20)
 IN_FLIGHT_BYTES = 64 << 20
@@ -31,7 +31,9 @@ def moves(count: int, burst: int) -> Iterator[tuple[bool, int]]:
         yield from ((True, half + index) for index in range(start, stop))
 
 
-def run(engine: Engine, file: SwapFile, spans: list[Span], burst: int, *, drains: bool) -> float:
+def run(
+    engine: Engine, file: TransferFile, spans: list[Span], burst: int, *, drains: bool
+) -> float:
     """Move the whole file and return the bytes a second; bursts wait for each other."""
     size = spans[0].size_bytes
     under_way: deque[tuple[Ticket, Span]] = deque()

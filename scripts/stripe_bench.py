@@ -19,6 +19,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from aio_ops import Engine, HostArena, Span, Ticket, TransferFile, open_engine
 
@@ -185,7 +186,7 @@ def measure(parent: Path, rates: list[int], kind: str, seconds: float) -> dict[s
             }
 
 
-def report(found: dict[str, object]) -> None:
+def report(found: dict[str, Any]) -> None:
     """Print a table."""
     alone, striped, ratio = found["alone"], found["striped"], found["ratio"]
     print(f"engine {found['engine']}; shares by measured weights: {found['shares']}")

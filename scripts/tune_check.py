@@ -48,7 +48,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
 
 def adapted(document: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Return the configuration with a budget that makes every step page."""
-    changed = json.loads(json.dumps(document))
+    changed: dict[str, Any] = json.loads(json.dumps(document))
     for name in ("train_batch_size", "gradient_accumulation_steps", "scheduler"):
         changed.pop(name, None)
     changed["train_micro_batch_size_per_gpu"] = 1
