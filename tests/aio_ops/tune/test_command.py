@@ -216,6 +216,27 @@ def test_json_to_stdout_is_json_alone(run: Run, disk: Path) -> None:
     assert "ahead is" in err
 
 
+def test_a_step_is_measured_beside_the_mix(
+    run: Run, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import tune_check
+
+    config = tmp_path / "ds_config.json"
+    section = {"device": "nvme", "nvme_path": str(disk)}
+    config.write_text(json.dumps({"zero_optimization": {"offload_optimizer": section, "stage": 3}}))
+    with pytest.raises(SystemExit, match="names no tuned setting"):
+        tune_check.main([str(config)])
+    assert run(disk, *BRIEF, "--no_write", "--apply", config)[0] == 0
+    found = tmp_path / "check.json"
+    small = ["--layers", "2", "--steps", "1", "--host-memory", "60MB", "--sub-group-size", "262144"]
+    code = tune_check.main([str(config), *small, "--least", "0.01", "--json", str(found)])
+    assert code == 0
+    document = json.loads(found.read_text())
+    assert document["share"] == document["steps"][0] / document["mixes"][0] > 0.01
+    assert list(disk.iterdir()) == []
+
+
 def test_help_has_an_example() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True
