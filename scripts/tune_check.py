@@ -27,7 +27,7 @@ from aio_ops.tune.bench import Allowance, Bench
 from aio_ops.tune.settings import Setting, Workload
 
 WIDTH = 2048
-LAYERS_TO_SKIP = 1  # steps that warm up
+WARM_UP_STEPS = 1
 BENCH_S = 0.2
 
 
@@ -82,14 +82,14 @@ def measure(
     with Bench(directory, 400 << 20, Allowance(10**12)) as bench:
         bench.fill(setting.engine)
         around = [bench.measure(setting, Workload.MIX, BENCH_S).rate]
-        for number in range(options.steps + LAYERS_TO_SKIP):
+        for number in range(options.steps + WARM_UP_STEPS):
             engine.backward(engine(batch).square().mean())
             before, begin = engine.ledger.snapshot(), time.perf_counter()
             engine.step()
             seconds = time.perf_counter() - begin
             moved = engine.ledger.snapshot().minus(before)
             around.append(bench.measure(setting, Workload.MIX, BENCH_S).rate)
-            if number >= LAYERS_TO_SKIP:
+            if number >= WARM_UP_STEPS:
                 steps.append((moved.nvme_read_bytes + moved.nvme_write_bytes) / seconds)
                 mixes.append(statistics.mean(around[-2:]))
     engine.destroy()

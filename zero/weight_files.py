@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,6 +38,10 @@ class WeightReader(abc.ABC):
         """Give files up."""
 
 
+def _open_safetensors(path: Path) -> Any:
+    return safe_open(path, framework="pt", device="cpu")
+
+
 class _Safetensors(WeightReader):
     """One file, mapped; only the rows that hold a range are copied."""
 
@@ -45,7 +50,7 @@ class _Safetensors(WeightReader):
         if not path.is_file():
             raise WeightFileError(f"{path} is not there")
         try:
-            self._file: Any = safe_open(path, framework="pt", device="cpu")
+            self._file = _open_safetensors(path)
             self._slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118
             self._shapes = {name: each.get_shape() for name, each in self._slices.items()}
         except (SafetensorError, OSError) as error:

@@ -171,7 +171,11 @@ class _DirectoryTuner:
             left -= _SHARES[workload]
         allowance.stop_at(1.0, stop_bytes)
         if self._request.gpu:
-            self._search_gpu(deadline)
+            try:
+                self._search_gpu(deadline)
+            except OSError as error:  # the host's numbers stay
+                text = f"the path to the GPU could not be measured: {error.strerror or error}"
+                self.result.notices.append(text)
         self._measure_latencies()
 
     def go_on(self) -> None:

@@ -24,7 +24,7 @@ from tests.aio_ops.disks import free_bytes, mounted, mounted_ext4, storage_bytes
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "nvme_tune.py"
 MIB = 1 << 20
-BRIEF = ["--seconds", "0.4", "--io_size", "16M"]
+BRIEF = ["--seconds", "0.2", "--io_size", "16M"]
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -216,6 +216,27 @@ def test_json_to_stdout_is_json_alone(run: Run, disk: Path) -> None:
     assert "ahead is" in err
 
 
+def test_a_step_is_measured_beside_the_mix(
+    run: Run, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import tune_check
+
+    config = tmp_path / "ds_config.json"
+    section = {"device": "nvme", "nvme_path": str(disk)}
+    config.write_text(json.dumps({"zero_optimization": {"offload_optimizer": section, "stage": 3}}))
+    with pytest.raises(SystemExit, match="names no tuned setting"):
+        tune_check.main([str(config)])
+    assert run(disk, *BRIEF, "--no_write", "--apply", config)[0] == 0
+    found = tmp_path / "check.json"
+    small = ["--layers", "2", "--steps", "1", "--host-memory", "60MB", "--sub-group-size", "262144"]
+    code = tune_check.main([str(config), *small, "--least", "0.01", "--json", str(found)])
+    assert code == 0
+    document = json.loads(found.read_text())
+    assert document["share"] == document["steps"][0] / document["mixes"][0] > 0.01
+    assert list(disk.iterdir()) == []
+
+
 def test_help_has_an_example() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True
@@ -234,7 +255,7 @@ def test_the_picture_is_labelled_and_nothing_overlaps(disk: Path, tmp_path: Path
             super().__init__(*arguments, **options)
             figures.append(self)
 
-    request = Request((disk,), seconds=1.0, half_bytes=16 * MIB, sustain_s=0.6)
+    request = Request((disk,), seconds=0.3, half_bytes=16 * MIB, sustain_s=0.3)
     result = tune(request, lambda directory, phase, standing: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figure_module, "Figure", Kept)
@@ -320,7 +341,7 @@ def test_one_megabyte_free(run: Run, small: Path) -> None:
 
 def test_little_space_makes_a_small_scratch_file(run: Run, small: Path) -> None:
     before = free_bytes(small)
-    code, out, _ = run(small, "--seconds", "1", "--max-write", "500M")
+    code, out, _ = run(small, "--seconds", "0.2", "--max-write", "500M")
     assert code == 0
     assert "little space is free: the scratch file has" in out
     assert free_bytes(small) == before
@@ -364,7 +385,7 @@ def test_two_at_once_finish_and_say_so(disk: Path) -> None:
             if phase.startswith("writing"):
                 both.wait()
 
-    request = Request((disk,), seconds=0.5, half_bytes=16 * MIB)
+    request = Request((disk,), seconds=0.2, half_bytes=16 * MIB)
     results = []
     threads = [
         threading.Thread(target=lambda: results.append(tune(request, meet))) for _ in range(2)
