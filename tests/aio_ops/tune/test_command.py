@@ -115,7 +115,7 @@ def test_a_brief_run_says_everything(run: Run, disk: Path, tmp_path: Path) -> No
     assert "free" in lines[0]
     assert "at most 100.0 GB are written" in lines[1]
     assert any("; use " in line and "GB/s (" in line for line in lines)
-    assert any("the same setting varied by" in line for line in lines)
+    assert any("the mix is half read, half written" in line for line in lines)
     document = json.loads(found.read_text())
     assert moved[1] >= document["written_bytes"] > 32 * MIB
     assert moved[0] > 16 * MIB
