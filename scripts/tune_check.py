@@ -29,6 +29,7 @@ from aio_ops.tune.settings import Setting, Workload
 WIDTH = 2048
 WARM_UP_STEPS = 1
 BENCH_S = 0.2
+HALF_BYTES = 128 << 20  # of the file that the mix is measured on
 
 
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
@@ -79,7 +80,7 @@ def measure(
     engine, _, _, _ = zero.initialize(model=model, config=adapted(document, options))
     steps, mixes = [], []
     batch = torch.randn(1, WIDTH)
-    with Bench(directory, 400 << 20, Allowance(10**12)) as bench:
+    with Bench(directory, HALF_BYTES, Allowance(10**12)) as bench:
         bench.fill(setting.engine)
         around = [bench.measure(setting, Workload.MIX, BENCH_S).rate]
         for number in range(options.steps + WARM_UP_STEPS):

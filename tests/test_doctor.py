@@ -1,6 +1,7 @@
 """The doctor on this machine as it is, and on machines that lack something."""
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import resource
@@ -86,6 +87,15 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "example:\n  tierzero-doctor /nvme0 --config" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["tierzero-doctor", "tierzero-nvme-tune"])
+def test_the_commands_are_installed(name: str) -> None:
+    found = importlib.metadata.entry_points(group="console_scripts", name=name)
+    if not found:
+        pytest.skip("tierzero is used from its sources: no commands are installed")
+    (entry,) = found
+    assert entry.load().__module__ in {"aio_ops.doctor.command", "aio_ops.tune.command"}
 
 
 # Disks.

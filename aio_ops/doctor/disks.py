@@ -9,8 +9,8 @@ from aio_ops.disk import Disk
 from aio_ops.doctor.rows import Row, fail, ok, warn
 from aio_ops.probe import ProbeReport
 from aio_ops.tune.bench import Allowance, Bench
+from aio_ops.tune.checks import TuneError, check
 from aio_ops.tune.settings import Setting, Workload
-from aio_ops.tune.tuner import TuneError, check
 
 _HALF_BYTES = 32 << 20
 _PIECE_S = 0.06

@@ -225,12 +225,14 @@ def kernel_aio() -> Row:
 
 
 def _engine(what: str, kind: str) -> Row:
+    if native_unavailable_reason() is not None:
+        return warn(what, "needs the native module", "see native I/O")
     try:
         open_engine(kind, queue_depth=32).close()
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         found, _, remedy = reason.partition("; ")
-        return warn(what, found, f"{remedy or 'see native I/O'}; other engines serve meanwhile")
+        return warn(what, found, f"{remedy or 'see the reason'}; other engines serve meanwhile")
     return ok(what, "works")
 
 

@@ -2,6 +2,7 @@
 
 settings.py     what can be tuned, and the grid that fits a budget
 bench.py        one measurement, with a scratch file that has no name
+checks.py       what can be tuned at all
 statistics.py   how rates that drift are compared [Note: neighbours]
 halving.py      all settings a little, the better half again, the last few until it is clear
 tuner.py        the order of things: directories alone, together, long writes, the whole grid
@@ -13,7 +14,8 @@ command.py      the command line
 """
 
 from aio_ops.tune.apply import ApplyError, apply, fragment
+from aio_ops.tune.checks import TuneError
 from aio_ops.tune.results import Result
-from aio_ops.tune.tuner import Request, TuneError, tune
+from aio_ops.tune.tuner import Request, tune
 
 __all__ = ["ApplyError", "Request", "Result", "TuneError", "apply", "fragment", "tune"]

@@ -104,6 +104,7 @@ class Bench:
         self.allowance = allowance
         self._closing = ExitStack()
         self._kept: dict[Setting, Engine] = {}
+        self._refusals: dict[int, str | None] = {}
         with self._closing:
             self.file = self._closing.enter_context(SwapFile.create(directory, 2 * half_bytes))
             arena = self._closing.enter_context(HostArena(MOST_POOL_BYTES))
@@ -151,6 +152,19 @@ class Bench:
         """Move single blocks, `depth` at once, and no more."""
         spans = self.spans(setting.block_bytes)[: setting.depth]
         return self._with_engine(setting, workload, spans, seconds)
+
+    def refusal(self, setting: Setting) -> str | None:
+        """Return why the engine of a setting cannot be opened, or None; rings alone are tried."""
+        if setting.engine != "io_uring":
+            return None
+        depth = setting.queue_depth
+        if depth not in self._refusals:
+            self._refusals[depth] = None
+            try:
+                open_setting(setting).close()
+            except OSError as error:
+                self._refusals[depth] = error.strerror or str(error)
+        return self._refusals[depth]
 
     def sustain(
         self, setting: Setting, seconds: float, watch: Callable[[float, float], None]
@@ -205,8 +219,7 @@ class Bench:
             moved_bytes = sum(span.size_bytes for span in spans)
             self.allowance.require(int(moved_bytes * workload.written_share))
         if setting.engine == "kernel_aio":  # closing one waits for the kernel, a long time
-            plain = setting.configured
-            engine = self._kept.get(plain) or self._kept.setdefault(plain, open_setting(plain))
+            engine = self._kept_engine(setting.configured)
             engine.set_schedule(self._schedule_of(setting, workload))
             return self.run(engine, spans, workload, seconds)
         with open_setting(setting) as engine:
@@ -220,6 +233,15 @@ class Bench:
     def _schedule_of(self, setting: Setting, workload: Workload) -> Schedule:
         bursts = setting.alternates and workload is Workload.MIX
         return Schedule(burst_bytes=self.pool.size_bytes // 4 if bursts else None)
+
+    def _kept_engine(self, setting: Setting) -> Engine:
+        if setting not in self._kept:
+            try:
+                self._kept[setting] = open_setting(setting)
+            except OSError:  # the kernel has no more events for those that are kept
+                self.forget_engines()
+                self._kept[setting] = open_setting(setting)
+        return self._kept[setting]
 
     def run(
         self, mover: Mover[_SpanT], spans: list[_SpanT], workload: Workload, seconds: float

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from aio_ops.tune import gpu, report
 from aio_ops.tune.apply import ApplyError, apply, fragment, read
+from aio_ops.tune.checks import TuneError, check, half_bytes_of
 from aio_ops.tune.results import Result
 from aio_ops.tune.settings import Workload
 from aio_ops.tune.show import Display, fragment_lines
-from aio_ops.tune.tuner import Request, TuneError, check, half_bytes_of, tune
+from aio_ops.tune.tuner import Request, tune
 from aio_ops.tune.words import to_json, verdict
 
 _EPILOG = """\

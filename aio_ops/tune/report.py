@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from aio_ops.tune.checks import TuneError
 from aio_ops.tune.results import PERCENTILES, DirectoryResult, Rate, Result
 from aio_ops.tune.settings import Setting, Workload, size_text
-from aio_ops.tune.tuner import TuneError
 from aio_ops.tune.words import verdict
 
 _STYLES = (

@@ -14,6 +14,7 @@ from aio_ops.tune.statistics import interval, percentile
 
 PERCENTILES = (0.5, 0.9, 0.99)
 _CLIFF = 0.7
+_LEAST_FOR_NOISE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +190,15 @@ class DirectoryResult:
         return None if read is None or write is None else 2 / (1 / read.median + 1 / write.median)
 
     def noise(self) -> float | None:
-        """Return by how much the same setting varied: the middle 80 %, as a share of the median."""
+        """Return by how much the choice varied: the middle 80 %, as a share of the median.
+
+        None where it was measured too seldom to say.
+        """
         for outcome in self.outcomes.values():
             if self.chosen in outcome.samples.taken:
                 rates = outcome.samples.rates(self.chosen)
+                if len(rates) < _LEAST_FOR_NOISE:
+                    continue
                 spread = percentile(rates, 0.9) - percentile(rates, 0.1)
                 return spread / statistics.median(rates)
         return None

@@ -5,7 +5,6 @@ import math
 import statistics
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aio_ops import probe
-from aio_ops.disk import Disk, look_at
 from aio_ops.tune import gpu, halving
 from aio_ops.tune.bench import Allowance, Bench, Sample, WritesSpentError
+from aio_ops.tune.checks import TuneError, check, half_bytes_of, open_bench
 from aio_ops.tune.halving import Outcome, Search, Standing
 from aio_ops.tune.lock import Presence
 from aio_ops.tune.results import (
@@ -30,7 +29,6 @@ from aio_ops.tune.results import (
 from aio_ops.tune.settings import Setting, Workload, grid
 from aio_ops.tune.statistics import interval, medians
 
-SMALLEST_HALF_BYTES = 16 << 20
 _SHARES = {Workload.MIX: 0.55, Workload.READ: 0.2, Workload.WRITE: 0.2}
 WORTH = 1.02
 """A gain below this is not worth a setting that is not the default."""
@@ -61,39 +59,8 @@ class Request:
     """Rounds of an exhaustive sweep at least."""
 
 
-class TuneError(Exception):
-    """Why a directory cannot be tuned: what happened, and what to do."""
-
-
 Watch = Callable[[Path, str, Standing[Setting] | None], None]
 """Is told the directory, the phase, and where its search stands."""
-
-
-def check(directory: Path) -> Disk:
-    """Return the disk under a directory that can be tuned, or raise TuneError."""
-    if not directory.exists():
-        raise TuneError(
-            f"{directory} does not exist (working directory {Path.cwd()}); make it with "
-            f"`mkdir -p {directory}`, or name another"
-        )
-    if not directory.is_dir():
-        raise TuneError(f"{directory} is not a directory; name the one it lies in")
-    try:
-        return look_at(directory)
-    except OSError as error:
-        raise TuneError(f"{directory} cannot be looked at: {error.strerror}") from error
-
-
-def half_bytes_of(wanted_bytes: int, disk: Disk) -> int:
-    """Return how large half of the scratch file is: at most what half of the free space holds."""
-    room_bytes = disk.free_bytes // 4 >> 20 << 20
-    if room_bytes < SMALLEST_HALF_BYTES:
-        raise TuneError(
-            f"{disk.path} has {disk.free_bytes} bytes free, and measuring takes at least "
-            f"{4 * SMALLEST_HALF_BYTES} (a scratch file of half of that); free some space, or "
-            "name another directory"
-        )
-    return max(SMALLEST_HALF_BYTES, min(wanted_bytes, room_bytes) >> 22 << 22)
 
 
 def tune(request: Request, watch: Watch) -> Result:
@@ -139,7 +106,7 @@ class _DirectoryTuner:
         half_bytes = half_bytes_of(request.half_bytes, disk)
         with ExitStack() as closing:
             self._presence = closing.enter_context(Presence(directory))
-            self._bench = closing.enter_context(_open_bench(directory, half_bytes, allowance))
+            self._bench = closing.enter_context(open_bench(directory, half_bytes, allowance))
             found = probe.report(directory)
             self._closing = closing.pop_all()
         self.result = DirectoryResult(disk, self._bench.direct, dict(found.refusals))
@@ -253,8 +220,13 @@ class _DirectoryTuner:
             registers=self._registers,
             most=most,
         )
-        chosen = self.result.chosen
-        if chosen is not None and chosen not in settings:
+        settings = [
+            setting for setting in settings if opens(self._bench, setting, self.result.notices)
+        ]
+        chosen = self.result.chosen or default_setting(
+            self._engines[0], self._bench.pool.size_bytes
+        )
+        if chosen not in settings:
             settings.append(chosen)
         search: Search[Setting] = Search(
             lambda setting, piece_s: self._bench.measure(setting, workload, piece_s),
@@ -273,7 +245,9 @@ class _DirectoryTuner:
         self.result.outcomes[workload] = outcome
         if self.result.chosen is None:
             self._grid = settings
-            self.result.chosen, self.result.best = choose(outcome, self._default())
+            self.result.chosen, self.result.best = choose(
+                outcome, default_setting(self._engines[0], self._bench.pool.size_bytes)
+            )
 
     def _without(self, workload: Workload) -> None:
         text = (
@@ -286,14 +260,12 @@ class _DirectoryTuner:
 
     def _finalists(self, alive: list[Setting]) -> list[Setting]:
         chosen = self.result.chosen
-        wanted = [self._default(), alive[0].configured] if chosen is None else [chosen]
+        wanted = (
+            [default_setting(self._engines[0], self._bench.pool.size_bytes), alive[0].configured]
+            if chosen is None
+            else [chosen]
+        )
         return list(dict.fromkeys([*alive, *wanted]))
-
-    def _default(self) -> Setting:
-        """Return what the configuration's defaults make of the best engine here."""
-        pool_bytes = self._bench.pool.size_bytes
-        default = Setting(self._engines[0], 1 << 20, min(32, pool_bytes >> 20))
-        return replace(default, depth=4) if default.on_threads else default
 
     def _saw(self, workload: Workload, standing: Standing[Setting]) -> None:
         self._note_presence()
@@ -386,6 +358,22 @@ def _piece_written_s(bench: Bench, workload: Workload, count: int) -> float:
     return each_bytes / workload.written_share / max(bench.fill_rate, 1.0)
 
 
+def opens(bench: Bench, setting: Setting, notices: list[str]) -> bool:
+    """Return whether the engine of a setting can be opened; why not goes to the notices."""
+    refusal = bench.refusal(setting)
+    if refusal is not None:
+        text = f"{setting.engine} was not tried {setting.queue_depth} deep: {refusal}"
+        if text not in notices:
+            notices.append(text)
+    return refusal is None
+
+
+def default_setting(engine: str, pool_bytes: int) -> Setting:
+    """Return what the configuration's defaults make of an engine, as far as the pool allows."""
+    default = Setting(engine, 1 << 20, min(32, pool_bytes >> 20))
+    return replace(default, depth=4) if default.on_threads else default
+
+
 def choose(outcome: Outcome[Setting], default: Setting | None = None) -> tuple[Setting, Setting]:
     """Return the best setting that a configuration can ask for, and the best of all.
 
@@ -431,19 +419,6 @@ def _measure_slots(
 
 def _look_away(standing: Standing[gpu.Slots]) -> None:
     """Show nothing: this search is short."""
-
-
-def _open_bench(directory: Path, half_bytes: int, allowance: Allowance) -> Bench:
-    """Open a bench, or say why the directory has none."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # that it is not direct is told
-            return Bench(directory, half_bytes, allowance)
-    except OSError as error:
-        remedy = "give this user the right to write there, or name another directory"
-        raise TuneError(
-            f"{directory} cannot be measured: {error.strerror or error}; {remedy}"
-        ) from error
 
 
 def _measure_together(tuners: list[_DirectoryTuner], deadline: float) -> Together | None:
