@@ -5,7 +5,10 @@
 windows `parameter.data` is a tensor of a device that nobody has, of the true shape and type, and
 such code raises. Autograd compares devices, though. Where it may look at a parameter between
 windows, because a graph of other code holds it or an optimizer asks for its gradient, the parameter
-lies open: it has its empty memory on the CPU until that graph is gone and it is touched again.
+lies open: it has its empty memory on the CPU until that graph is gone and it is touched again. Nor
+is a parameter buried between a forward that records a graph and the backward: another device makes
+autograd forget the node that accumulates its gradient, so a parameter used twice would be delivered
+twice in one backward, and the sum of three parts depends on their order.
 """
 
 from __future__ import annotations
@@ -44,12 +47,17 @@ class Grave:
         with torch.inference_mode(mode=False):
             self._nowhere = _nowhere(empty) if _is_available() else empty
         self._nodes: list[weakref.ref[Any]] = []
+        self._awaits_backward = False
         self._is_open = False
+
+    def await_backward(self, *, is_awaited: bool) -> None:
+        """Say whether a graph of the parameter's unit is about to be walked back."""
+        self._awaits_backward = is_awaited
 
     def bury(self, parameter: nn.Parameter) -> None:
         """Make a parameter whose memory is free a sharded one, or close it again."""
         self._nodes = [node for node in self._nodes if node() is not None]
-        self._is_open = bool(self._nodes)
+        self._is_open = self._awaits_backward or bool(self._nodes)
         with torch._C.DisableTorchFunctionSubclass():
             parameter.data = self._empty if self._is_open else self._nowhere
         parameter.__class__ = ShardedParameter

@@ -320,6 +320,12 @@ class Unit:
             segment.expose()
         self.move_to(UnitState.UNSHARDED)
 
+    def await_backward(self, *, is_awaited: bool) -> None:
+        """Say whether a graph of this unit is about to be walked back, see [Note: burial]."""
+        for segment in self.segments:
+            for grave in segment.graves:
+                grave.await_backward(is_awaited=is_awaited)
+
     def reshard(self) -> None:
         """Free the full parameters.
 

@@ -35,7 +35,26 @@ def directory() -> str:
     return str(parent)
 
 
+REUSED = {
+    "parameters": "nvme",
+    "optimizer": "none",
+    "layers": 2,
+    "extra": [],
+    "orders": [[0], [0], [0, 0]],  # the gradient of a block used twice arrives once
+    "dtype": "fp32",
+    "state_format": "exact",
+    "accumulation": 2,
+    "clip": 0.0,
+    "sub_group_size": 64,
+    "budget": 0.0,
+    "slot_count": None,
+    "write_burst": 0,
+    "verify": False,
+}
+
+
 @settings(max_examples=6, **PATIENT)
+@example(REUSED)
 @given(chosen_cells())
 def test_a_chosen_cell_on_one_rank(cell: dict[str, Any]) -> None:
     assert run_chosen(cell, directory())["problems"] == []
