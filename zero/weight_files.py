@@ -1,20 +1,36 @@
 """Weights at rest in files or dictionaries, read one range of one tensor at a time.
 
-A rank reads its piece alone: of a safetensors file the rows that hold it, of others what they give.
+The safetensors format is eight bytes of header length, a JSON header, then the tensors back to
+back; so a rank can read exactly its piece. The format's own library maps the whole file, privately
+and writable, which fails where memory is limited (RLIMIT_DATA): that is why it is not used here.
 """
 
 from __future__ import annotations
 
 import abc
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+
+from offload import tensor_span
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 Weights = str | os.PathLike[str] | Mapping[str, torch.Tensor]
 
@@ -38,50 +54,70 @@ class WeightReader(abc.ABC):
         """Give files up."""
 
 
-def _open_safetensors(path: Path) -> Any:
-    return safe_open(path, framework="pt", device="cpu")
-
-
 class _Safetensors(WeightReader):
-    """One file, mapped; only the rows that hold a range are copied."""
+    """One file; each range is one pread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        if not path.is_file():
-            raise WeightFileError(f"{path} is not there")
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._file = _open_safetensors(path)
-            self._slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118
-            self._shapes = {name: each.get_shape() for name, each in self._slices.items()}
-        except (SafetensorError, OSError) as error:
-            raise WeightFileError(
-                f"{path} is no safetensors file, or is damaged or cut short: {error}"
-            ) from error
+            self._entries, self._base = self._read_header(os.fstat(self._descriptor).st_size)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
 
     def shapes(self) -> Mapping[str, Sequence[int]]:
-        return self._shapes
+        return {name: entry["shape"] for name, entry in self._entries.items()}
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        shape = self._shapes[name]
-        try:
-            if not shape:
-                return self._whole(name)[start:stop]
-            row_numel = math.prod(shape[1:])
-            if start == stop or not row_numel:
-                return self._whole(name)[:0]
-            first, last = start // row_numel, -(-stop // row_numel)
-            rows: torch.Tensor = self._slices[name][first:last].reshape(-1)
-        except SafetensorError as error:
-            raise WeightFileError(f"{self._path}: tensor {name}: {error}") from error
-        return rows[start - first * row_numel : stop - first * row_numel]
-
-    def _whole(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file.get_tensor(name)
-        return tensor.reshape(-1)
+        entry = self._entries[name]
+        target = torch.empty(stop - start, dtype=_DTYPES[entry["dtype"]])
+        if not target.numel():
+            return target
+        size = target.element_size()
+        memory = tensor_span(target).view()
+        offset = self._base + entry["data_offsets"][0] + start * size
+        moved = 0
+        while moved < len(memory):
+            count = os.preadv(self._descriptor, [memory[moved:]], offset + moved)
+            if count == 0:
+                raise WeightFileError(f"{self._path} ends inside tensor {name}; copy it again")
+            moved += count
+        return target
 
     def close(self) -> None:
-        self._slices.clear()
-        del self._file
+        os.close(self._descriptor)
+
+    def _read_header(self, size: int) -> tuple[dict[str, Any], int]:
+        head = os.pread(self._descriptor, 8, 0)
+        length = int.from_bytes(head, "little")
+        if len(head) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            raise WeightFileError(
+                f"{self._path} ({size} bytes) is no safetensors file: its header would have"
+                f" {length} bytes"
+            )
+        try:
+            entries = json.loads(os.pread(self._descriptor, length, 8))
+        except ValueError as error:
+            raise WeightFileError(f"{self._path}: the header is not JSON ({error})") from error
+        entries.pop("__metadata__", None)
+        for name, entry in entries.items():
+            self._check(name, entry, size - 8 - length)
+        return entries, 8 + length
+
+    def _check(self, name: str, entry: Mapping[str, Any], data_bytes: int) -> None:
+        dtype = _DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise WeightFileError(
+                f"{self._path}: tensor {name} is {entry['dtype']}; known are {', '.join(_DTYPES)}"
+            )
+        first, end = entry["data_offsets"]
+        wanted = torch.Size(entry["shape"]).numel() * dtype.itemsize
+        if not 0 <= first <= end <= data_bytes or end - first != wanted:
+            raise WeightFileError(
+                f"{self._path}: tensor {name} of shape {entry['shape']} needs {wanted} bytes, but"
+                f" has bytes {first} to {end} of {data_bytes}; the file is damaged or cut short"
+            )
 
 
 class _Dictionary(WeightReader):
