@@ -60,6 +60,7 @@ class ZeroEngine(nn.Module):
         self.global_steps = 0
         self.skipped_steps = 0
         self._runtime = runtime
+        self._retired: Runtime | None = None
         self._settings = settings
         self._history = History()
         self._micro_batches = 0
@@ -230,7 +231,10 @@ class ZeroEngine(nn.Module):
         self._destroyed = True
         self._runtime.scheduler.remove()
         self._forward_hook.remove()
+        self._retired = None
+        self._runtime.drop_gradients()
         self._finalizer()
+        self._runtime.store.heap.trim()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -283,6 +287,7 @@ class ZeroEngine(nn.Module):
 
     def _close_step(self) -> None:
         """Close the step in the ledger, and compare the plan with reality after the first one."""
+        self._retired = None
         self._runtime.store.ledger.end_step()
         if self.global_steps == 1:
             lines = memory_lines(self.plan.memory, self._runtime.store)
@@ -375,10 +380,11 @@ class ZeroEngine(nn.Module):
         new = rebuild(
             self.module, self._runtime, self._settings, self.optimizer, self._history, resize
         )
-        self._retired = self._runtime  # its hooks may be on the stack
+        self._retired = self._runtime  # an empty shell; its hooks may be on the stack
         self._finalizer.detach()
         self.optimizer.has_new_groups = False
         self._connect(new.runtime, new.blueprint)
+        new.runtime.store.heap.trim()
 
     def _holds(self, parameter: nn.Parameter) -> bool:
         return any(parameter is each for each in self.module.parameters())

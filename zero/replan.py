@@ -150,8 +150,7 @@ def rebuild(
         raise
     communicator.join("planning the engine anew")
     moved = _take_off(model, nursery, history, resize)
-    old.scheduler.retire()
-    old.store.close()
+    old.retire()
     runtime = build_runtime(blueprint, io, communicator, None, old.store.ledger)
     history.births = births
     _put_back(runtime, history, moved)
