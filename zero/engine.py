@@ -158,7 +158,7 @@ class ZeroEngine(nn.Module):
         self._runtime.scheduler.recover()
         adopt_replaced(self._slots)
         self._adopt_shapes()
-        check_model(self.module, self._managed, self._runtime.segments)
+        check_model(self.module, self._managed, self._runtime)
         if self._micro_batches < self.gradient_accumulation_steps():
             return
         reducer = self._runtime.reducer
@@ -324,6 +324,7 @@ class ZeroEngine(nn.Module):
 
     def _note_forward(self, _module: nn.Module, _args: Any) -> None:
         """Remember that a micro-batch is under way."""
+        self._runtime.store.require_intact()
         self._runtime.scheduler.recover_if_idle()
         self._adopt_changes()
         if torch.is_grad_enabled():
