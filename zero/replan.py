@@ -13,6 +13,7 @@ that are frozen wait, so that unfreezing them goes on where they stopped, with t
 from __future__ import annotations
 
 import logging
+import mmap
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -154,7 +155,7 @@ def rebuild(
             Changes(births, numels, old),
         )
         communicator.join("planning the engine anew")
-        nursery = Nursery(communicator, _make_spool(old, settings), None, made_group=False)
+        nursery = Nursery(communicator, _make_spool(old, settings, resize), None, made_group=False)
         sources, moved = _copy(model, nursery, history, resize)
         communicator.join("leaving the old plan")
     except BaseException:
@@ -177,17 +178,22 @@ def rebuild(
     return Rebuilt(runtime, blueprint)
 
 
-def _make_spool(old: Runtime, settings: Settings) -> Spool:
+def _make_spool(old: Runtime, settings: Settings, resize: Resize | None) -> Spool:
     """Return a place for masters and moments while nothing else holds them."""
+    # A parameter, and two moments, each on whole pages.
+    rounding = 3 * mmap.PAGESIZE * sum(len(segment.members) for segment in old.segments)
     needed = sum(
         segment.layout.shard_numel
         * (12 if segment.spec.trainable else segment.spec.element.size_bytes)
         for segment in old.segments
     )
+    if resize is not None:
+        needed += 12 * -(-resize.shape.numel() // old.communicator.world_size)
     nvme: NvmeSettings | None = None
     if old.store.plan.swap_file_bytes and settings.tiers.nvme:
-        nvme = settings.tiers.nvme[0]
+        nvme = max(settings.tiers.nvme, key=lambda each: shutil.disk_usage(each.path).free)
         room, place = shutil.disk_usage(nvme.path).free, str(nvme.path)
+        needed += rounding
     else:
         room, place = machine.available_host_bytes(), "host memory"
     if needed > room:
@@ -195,7 +201,8 @@ def _make_spool(old: Runtime, settings: Settings) -> Spool:
             f"planning anew keeps {needed} bytes aside for a moment, and {place} has {room};"
             " freeze, unfreeze and resize before zero.initialize, or make room"
         )
-    return Spool(lambda: open_spool_engine(nvme), nvme.path if nvme is not None else None)
+    path = nvme.path if nvme is not None else None
+    return Spool(lambda: open_spool_engine(nvme), path, max(needed, 1))
 
 
 def _copy(

@@ -6,6 +6,7 @@ import errno
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import zero
 from aio_ops.memory import Mapping
+from offload import Spool, SpooledArray
 from tests.support.configs import make_config
 from tests.support.tiny import make_batch, make_model
 from zero.parameter import REFERENCE_ATTRIBUTE, reference_of
@@ -223,4 +225,43 @@ def test_a_frozen_parameter_is_resized_with_the_moments_that_wait(config: dict[s
     assert (moments[rows:] == 0).all()
     train(engine, 3)
     assert not torch.equal(weight, before)
+    engine.destroy()
+
+
+@pytest.mark.filterwarnings("ignore:.* lie on the same device:RuntimeWarning")
+def test_what_waits_takes_the_room_it_needs_where_most_is_free(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [scratch / "little", scratch / "much"]
+    for place in places:
+        place.mkdir()
+    config = make_config(
+        parameters="nvme", optimizer="nvme", nvme_path=str(scratch), host_memory="60KB"
+    )
+    config["tiers"]["nvme"] = [{"path": str(place), "weight": 1.0} for place in places]
+    for section in ("offload_param", "offload_optimizer"):
+        del config["zero_optimization"][section]["nvme_path"]
+    spools: list[Spool] = []
+    sizes: list[int] = []
+
+    class Watched(Spool):
+        def put(self, values: torch.Tensor) -> SpooledArray:
+            spools.append(self)
+            array = super().put(values)
+            sizes.append(sum(chunk.file.size_bytes for chunk in self._chunks))
+            return array
+
+    free = {places[0]: 1 << 30, places[1]: 2 << 30}
+    usage = SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=free[path]))
+    monkeypatch.setattr("zero.replan.Spool", Watched)
+    monkeypatch.setattr("zero.replan.shutil", usage)
+    model = make_model()
+    engine, _, _, _ = zero.initialize(model=model, config=config)
+    train(engine, 0)
+    model.blocks[0].up.weight.requires_grad_(requires_grad=False)
+    train(engine, 1)
+    count = len(list(model.parameters()))
+    numel = sum(each.numel() for each in model.parameters())
+    assert {spool.directory for spool in spools} == {places[1]}
+    assert 0 < max(sizes) <= 2 * (12 * numel + 3 * 4096 * count)
     engine.destroy()
