@@ -25,6 +25,11 @@ class HeapTrimmer:
     def freed(self, size_bytes: int) -> None:
         """Take note of bytes that were just freed."""
         self._freed_bytes += size_bytes
-        if self._freed_bytes >= self._trim_bytes and self._malloc_trim is not None:
-            self._freed_bytes = 0
+        if self._freed_bytes >= self._trim_bytes:
+            self.trim()
+
+    def trim(self) -> None:
+        """Ask for the pages of all that was freed."""
+        self._freed_bytes = 0
+        if self._malloc_trim is not None:
             self._malloc_trim(ctypes.c_size_t(0))

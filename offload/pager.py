@@ -194,6 +194,7 @@ class Pager:
         self._transfers.drain()
         for slot in self._slots:
             self._transfers.abandon(slot)
+        self._slots = ()
         self._held.clear()
         self._write_order.clear()
         self.fail("its engine was destroyed")

@@ -15,9 +15,12 @@ class Residents:
     def __init__(self, plan: MemoryPlan) -> None:
         self._plan = plan
         # Only slots take part in transfers; a forked DataLoader worker may read what is resident.
+        # An arena each for parameters, gradients and state: what outlives the store keeps its own.
         self._arenas = {
-            tier: HostArena(max(self._tier_bytes(tier), 1), inherited=True)
+            (tier, section): HostArena(size_bytes, inherited=True)
             for tier in _MEMORY_TIERS
+            for section in Section
+            if (size_bytes := plan.resident_section_bytes(tier, section))
         }
         self._spans: dict[tuple[Section, int], Span] = {}
         self._parts: dict[tuple[Section, int], Span] = {}
@@ -49,16 +52,20 @@ class Residents:
 
     def arena_bytes(self, tier: Tier) -> int:
         """Return the bytes that were carved on a tier."""
-        return self._arenas[tier].used_bytes
+        return sum(arena.used_bytes for (on, _), arena in self._arenas.items() if on is tier)
 
-    def _tier_bytes(self, tier: Tier) -> int:
-        return sum(self._plan.resident_section_bytes(tier, section) for section in Section)
+    def close(self) -> None:
+        """Give the memory up: it goes with the last tensor that still views it."""
+        self._spans.clear()
+        self._parts.clear()
+        for arena in self._arenas.values():
+            arena.close()
 
     def _carve(self, tier: Tier, section: Section, segment: int) -> None:
         parts = self._plan.resident_parts(tier, section, segment)
         if not parts:
             return
-        span = self._arenas[tier].carve(resident_bytes(sum(size for _, size in parts)))
+        span = self._arenas[tier, section].carve(resident_bytes(sum(size for _, size in parts)))
         self._spans[section, segment] = span
         offset = 0
         for group, size in parts:

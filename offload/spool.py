@@ -17,7 +17,7 @@ from aio_ops import Engine, TransferFile
 from offload.arrays import tensor_span
 
 CHUNK_BYTES = 64 << 20
-"""Bytes of one file; an array that is larger gets a file of its own."""
+"""Most bytes of one file, but an array that is larger gets a file of its own."""
 
 _ALIGNMENT_BYTES = 4096
 
@@ -85,8 +85,14 @@ class _FileArray(SpooledArray):
 class Spool:
     """Makes arrays at rest; keeps an engine open as long as one of them lives."""
 
-    def __init__(self, open_engine: Callable[[], Engine], directory: Path | None) -> None:
+    def __init__(
+        self,
+        open_engine: Callable[[], Engine],
+        directory: Path | None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
         self.directory = directory
+        self.chunk_bytes = min(_aligned(chunk_bytes), CHUNK_BYTES)
         self.resting_bytes = 0
         self._chunks: list[_Chunk] = []
         self._engine: Engine | None = None
@@ -129,7 +135,7 @@ class Spool:
         if self.directory is None:
             raise RuntimeError("this spool keeps its arrays in host memory")
         file = self.engine.create_file(
-            self.directory, max(CHUNK_BYTES, _aligned(size)), any_alignment=True
+            self.directory, max(self.chunk_bytes, _aligned(size)), any_alignment=True
         )
         self._chunks.append(_Chunk(file))
         return self._chunks[-1]

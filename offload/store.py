@@ -218,6 +218,9 @@ class Store:
         if self.swap_file is not None:
             self.swap_file.close()
             self.swap_file = None
+        self.slots = ()
+        self.slot_arena.close()
+        self.residents.close()
 
     # Memory of sub-groups
 

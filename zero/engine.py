@@ -60,6 +60,7 @@ class ZeroEngine(nn.Module):
         self.global_steps = 0
         self.skipped_steps = 0
         self._runtime = runtime
+        self._retired: Runtime | None = None
         self._settings = settings
         self._history = History()
         self._micro_batches = 0
@@ -157,7 +158,7 @@ class ZeroEngine(nn.Module):
         self._runtime.scheduler.recover()
         adopt_replaced(self._slots)
         self._adopt_shapes()
-        check_model(self.module, self._managed, self._runtime.segments)
+        check_model(self.module, self._managed, self._runtime)
         if self._micro_batches < self.gradient_accumulation_steps():
             return
         reducer = self._runtime.reducer
@@ -230,7 +231,10 @@ class ZeroEngine(nn.Module):
         self._destroyed = True
         self._runtime.scheduler.remove()
         self._forward_hook.remove()
+        self._retired = None
+        self._runtime.drop_gradients()
         self._finalizer()
+        self._runtime.store.heap.trim()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -283,6 +287,7 @@ class ZeroEngine(nn.Module):
 
     def _close_step(self) -> None:
         """Close the step in the ledger, and compare the plan with reality after the first one."""
+        self._retired = None
         self._runtime.store.ledger.end_step()
         if self.global_steps == 1:
             lines = memory_lines(self.plan.memory, self._runtime.store)
@@ -319,6 +324,7 @@ class ZeroEngine(nn.Module):
 
     def _note_forward(self, _module: nn.Module, _args: Any) -> None:
         """Remember that a micro-batch is under way."""
+        self._runtime.store.require_intact()
         self._runtime.scheduler.recover_if_idle()
         self._adopt_changes()
         if torch.is_grad_enabled():
@@ -375,10 +381,11 @@ class ZeroEngine(nn.Module):
         new = rebuild(
             self.module, self._runtime, self._settings, self.optimizer, self._history, resize
         )
-        self._retired = self._runtime  # its hooks may be on the stack
+        self._retired = self._runtime  # an empty shell; its hooks may be on the stack
         self._finalizer.detach()
         self.optimizer.has_new_groups = False
         self._connect(new.runtime, new.blueprint)
+        new.runtime.store.heap.trim()
 
     def _holds(self, parameter: nn.Parameter) -> bool:
         return any(parameter is each for each in self.module.parameters())

@@ -13,7 +13,8 @@ from torch import nn
 
 from zero.parameter import raw_gradient, reference_of
 from zero.runtime import Runtime
-from zero.unit import Segment
+from zero.source import StoreSource
+from zero.units import ManagedParameter
 
 
 def managed_parameters(runtime: Runtime) -> dict[str, nn.Parameter]:
@@ -87,13 +88,13 @@ def adopt_replaced(slots: Sequence[Slot]) -> None:
             slot.module._parameters[slot.key] = parameter
 
 
-def check_model(model: nn.Module, managed: Mapping[int, str], segments: Sequence[Segment]) -> None:
+def check_model(model: nn.Module, managed: Mapping[int, str], runtime: Runtime) -> None:
     """Refuse parameters that were replaced, added, unfrozen, or given gradients from outside.
 
     Args:
         model: the model that the engine trains.
         managed: names of the managed parameters by the id of the object.
-        segments: the segments that hold them.
+        runtime: the units that hold them.
 
     Raises:
         RuntimeError: naming the parameter and what to do.
@@ -112,8 +113,9 @@ def check_model(model: nn.Module, managed: Mapping[int, str], segments: Sequence
         raise RuntimeError(
             f"parameter {gone[0]} left the model after zero.initialize; change the model before"
         )
-    for segment in segments:
+    for segment in runtime.segments:
         for member in segment.members:
+            _require_source(member, runtime)
             if member.parameter.requires_grad and not member.is_trainable_at_start:
                 raise RuntimeError(
                     f"parameter {member.name} was unfrozen while gradients were accumulated, and"
@@ -125,3 +127,18 @@ def check_model(model: nn.Module, managed: Mapping[int, str], segments: Sequence
                     " this engine and would be ignored; gradients live in the engine's shards:"
                     " clip with gradient_clipping in the configuration"
                 )
+
+
+def _require_source(member: ManagedParameter, runtime: Runtime) -> None:
+    """Refuse a parameter to train whose values rest anywhere but in the store of this engine."""
+    reference = reference_of(member.parameter)
+    source = reference.source if reference is not None else None
+    if not member.parameter.requires_grad or (
+        isinstance(source, StoreSource) and source.owner() is runtime
+    ):
+        return
+    raise RuntimeError(
+        f"the values of parameter {member.name} are not in the store of this engine (another engine"
+        " may have taken the model over), so it would not be trained; use one engine a model, and"
+        " make a new one with zero.initialize"
+    )

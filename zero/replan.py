@@ -4,15 +4,18 @@
 segments, and with them offsets, sub-groups and extents. So at a step boundary every parameter goes
 back into a nursery, with its fp32 master, and its moments beside it; a new plan is made as
 `zero.initialize` makes one, and everything returns. Parameters keep their objects. The new plan is
-made before anything moves: one that does not fit is refused with its numbers. Moments of parameters
+made before anything moves: one that does not fit is refused with its numbers. Everything is copied
+before any parameter leaves its tier, so what fails until then (a resize's `init`, a full disk, an
+interruption) changes nothing; what fails later fails the engine for good. Moments of parameters
 that are frozen wait, so that unfreezing them goes on where they stopped, with their own step count.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +51,10 @@ class Moments:
     exp_avg_sq: SpooledShard
     steps: int
     """Updates that the parameter has had."""
+
+    def read(self, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both moments in the shape of their parameter; a collective."""
+        return self.exp_avg.read_full().view(shape), self.exp_avg_sq.read_full().view(shape)
 
 
 @dataclass(slots=True, eq=False)
@@ -129,6 +136,9 @@ def rebuild(
 
     Raises:
         PlanError: if the new plan, or what waits meanwhile, does not fit; nothing has changed.
+
+    Whatever else is raised while the copies are made has changed nothing either; after that, the
+    old store is failed and refuses all further work.
     """
     io = open_io_engine(settings)
     try:
@@ -144,32 +154,46 @@ def rebuild(
             communicator.local_world_size,
             Changes(births, numels, old),
         )
-        nursery = Nursery(communicator, _make_spool(old, settings), None, made_group=False)
+        communicator.join("planning the engine anew")
+        nursery = Nursery(communicator, _make_spool(old, settings, resize), None, made_group=False)
+        sources, moved = _copy(model, nursery, history, resize)
+        communicator.join("leaving the old plan")
     except BaseException:
         io.close()
         raise
-    communicator.join("planning the engine anew")
-    moved = _take_off(model, nursery, history, resize)
-    old.scheduler.retire()
-    old.store.close()
-    runtime = build_runtime(blueprint, io, communicator, None, old.store.ledger)
-    history.births = births
-    _put_back(runtime, history, moved)
+    try:
+        _take_off(sources)
+        old.retire()
+        runtime = build_runtime(blueprint, io, communicator, None, old.store.ledger)
+        history.births = births
+        _put_back(runtime, history, moved)
+    except BaseException as error:
+        io.close()
+        old.store.fail(
+            "planning the engine anew failed while parameters were moved"
+            f" ({type(error).__name__}: {error})"
+        )
+        raise
     _log.info("planned anew: %s", describe_segments(blueprint.plan.memory.request.segments))
     return Rebuilt(runtime, blueprint)
 
 
-def _make_spool(old: Runtime, settings: Settings) -> Spool:
+def _make_spool(old: Runtime, settings: Settings, resize: Resize | None) -> Spool:
     """Return a place for masters and moments while nothing else holds them."""
+    # A parameter, and two moments, each on whole pages.
+    rounding = 3 * mmap.PAGESIZE * sum(len(segment.members) for segment in old.segments)
     needed = sum(
         segment.layout.shard_numel
         * (12 if segment.spec.trainable else segment.spec.element.size_bytes)
         for segment in old.segments
     )
+    if resize is not None:
+        needed += 12 * -(-resize.shape.numel() // old.communicator.world_size)
     nvme: NvmeSettings | None = None
     if old.store.plan.swap_file_bytes and settings.tiers.nvme:
-        nvme = settings.tiers.nvme[0]
+        nvme = max(settings.tiers.nvme, key=lambda each: shutil.disk_usage(each.path).free)
         room, place = shutil.disk_usage(nvme.path).free, str(nvme.path)
+        needed += rounding
     else:
         room, place = machine.available_host_bytes(), "host memory"
     if needed > room:
@@ -177,19 +201,24 @@ def _make_spool(old: Runtime, settings: Settings) -> Spool:
             f"planning anew keeps {needed} bytes aside for a moment, and {place} has {room};"
             " freeze, unfreeze and resize before zero.initialize, or make room"
         )
-    return Spool(lambda: open_spool_engine(nvme), nvme.path if nvme is not None else None)
+    path = nvme.path if nvme is not None else None
+    return Spool(lambda: open_spool_engine(nvme), path, max(needed, 1))
 
 
-def _take_off(
+def _copy(
     model: nn.Module, nursery: Nursery, history: History, resize: Resize | None
-) -> dict[int, Moments]:
-    """Move all parameters into a nursery, and return their moments by id."""
+) -> tuple[list[NurserySource], dict[int, Moments]]:
+    """Copy all parameters into a nursery, and return their sources there, and moments by id."""
+    sources: list[NurserySource] = []
     moved: dict[int, Moments] = {}
     for state in iterate_states(model):
         parameter = state.parameter
         values = state.fp32_param if state.fp32_param is not None else state.value
-        moments = (state.exp_avg, state.exp_avg_sq)
+        moments, steps = (state.exp_avg, state.exp_avg_sq), history.steps_of(parameter)
         if resize is not None and parameter is resize.parameter:
+            waiting = history.dormant.get(id(parameter))
+            if waiting is not None:
+                moments, steps = waiting.read(values.shape), waiting.steps
             values = resize.of(values, is_value=True)
             nursery.communicator.broadcast(values, 0)
             moments = tuple(  # type: ignore[assignment]
@@ -200,13 +229,21 @@ def _take_off(
             moved[id(parameter)] = Moments(
                 SpooledShard(nursery, first.reshape(-1)),
                 SpooledShard(nursery, second.reshape(-1)),
-                history.steps_of(parameter),
+                steps,
             )
-        source = NurserySource(nursery, state.name, parameter, values.reshape(-1), values.shape)
+        sources.append(
+            NurserySource(nursery, state.name, parameter, values.reshape(-1), values.shape)
+        )
+    return sources, moved
+
+
+def _take_off(sources: Sequence[NurserySource]) -> None:
+    """Make the copies what counts."""
+    for source in sources:
+        parameter = source.parameter
         setattr(parameter, REFERENCE_ATTRIBUTE, ParameterReference(source))
         parameter.__class__ = nn.Parameter
         source.hide()
-    return moved
 
 
 def _put_back(runtime: Runtime, history: History, moved: dict[int, Moments]) -> None:
@@ -222,12 +259,9 @@ def _put_back(runtime: Runtime, history: History, moved: dict[int, Moments]) -> 
             if not segment.spec.trainable:
                 history.dormant[id(member.parameter)] = moments
             elif moments.steps:
-                shape = member.parameter.shape
-                for field_, shard in (
-                    (Field.EXP_AVG, moments.exp_avg),
-                    (Field.EXP_AVG_SQ, moments.exp_avg_sq),
-                ):
-                    reference.source.store_full(shard.read_full().view(shape), field_)
+                first, second = moments.read(member.parameter.shape)
+                reference.source.store_full(first, Field.EXP_AVG)
+                reference.source.store_full(second, Field.EXP_AVG_SQ)
 
 
 def has_changed(runtime: Runtime, optimizer: ZeroOptimizer) -> bool:

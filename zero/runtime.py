@@ -23,3 +23,21 @@ class Runtime:
     communicator: Communicator
     reducer: GradientReducer | None
     scheduler: UnitScheduler
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients that have arrived and those that were accumulated."""
+        self.store.drop_gradients()
+        if self.reducer is not None:
+            self.reducer.abandon()
+            self.reducer.kept.drop()
+
+    def retire(self) -> None:
+        """Close the store and be an empty shell: hooks that are on the stack may still be called.
+
+        The parameters must have left, so that nothing keeps the memory that they rested in.
+        """
+        self.scheduler.retire()
+        self.drop_gradients()
+        self.store.close()
+        for segment in self.segments:
+            segment.detach()

@@ -89,10 +89,16 @@ class Segment:
         if self.is_in_place and resident is not None:
             self.flat = tensor_at(resident, self.spec.element, self.layout.padded_numel)
             self._cut()
-            self._link()
+            _link(self.parameters, self._views)
             self.accept_changes()
             return
         self._renew()
+
+    def detach(self) -> None:
+        """Let go of the flat buffer: the parameters have their values elsewhere now."""
+        self.flat = torch.empty(0, dtype=self.flat.dtype)
+        self._views.clear()
+        self.graves.clear()
 
     def fill(self, store: Store, ledger: Ledger) -> None:
         """Read this rank's shard into the flat buffer and gather the others'."""
@@ -109,7 +115,7 @@ class Segment:
     def expose(self) -> None:
         """Make the parameters plain: their values may be read now."""
         if not self.is_in_place:
-            self._link()
+            _link(self.parameters, self._views)
             self._use_count = _use_count(self.flat)
             self._checksums = self.checksums() if self._audits_left > 0 else []
             self._audits_left -= 1
@@ -234,7 +240,7 @@ class Segment:
         with torch.inference_mode(mode=False):
             self.flat = torch.empty(self.layout.padded_numel, dtype=torch_dtype(self.spec.element))
             self._cut()
-            self._link()
+            _link(self.parameters, self._views)
             self.graves = [Grave(view) for view in self._views]
         self.flat.untyped_storage().resize_(0)
         bury_all(self.parameters, self.graves)
@@ -247,11 +253,6 @@ class Segment:
                 self.layout.offsets, self.layout.numels, self._shapes, strict=True
             )
         ]
-
-    def _link(self) -> None:
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.__class__ = nn.Parameter
-            parameter.data = view
 
 
 class Unit:
@@ -353,3 +354,9 @@ class Unit:
 
 def _use_count(flat: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
+
+
+def _link(parameters: Sequence[nn.Parameter], views: Sequence[torch.Tensor]) -> None:
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.__class__ = nn.Parameter
+        parameter.data = view
