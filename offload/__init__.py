@@ -16,6 +16,7 @@ from offload.pager import Pager, PagerFailedError, PagerState
 from offload.ranges import (
     Field,
     ShardReader,
+    ensure_gradient,
     field_dtype,
     has_field,
     read_range,
@@ -58,6 +59,7 @@ __all__ = [
     "carve_slots",
     "copy_bytes",
     "disk_bytes",
+    "ensure_gradient",
     "field_dtype",
     "has_field",
     "load_kernels",

@@ -84,11 +84,8 @@ def write_range(store: Store, segment: int, field: Field, start: int, values: to
         PageError: if a transfer failed.
     """
     store.require_intact()
-    if field is Field.GRADIENT and not store.has_gradient(segment):
-        numel = sum(group.numel for group in store.plan.by_segment[segment])
-        zeros = torch.zeros(numel, dtype=field_dtype(store, segment, field))
-        if numel:
-            store.add_gradient(segment, tensor_span(zeros))
+    if field is Field.GRADIENT:
+        ensure_gradient(store, segment)
     stop = start + values.numel()
     for group in store.plan.by_segment[segment]:
         low, high = max(start, group.start), min(stop, group.stop)
@@ -96,6 +93,22 @@ def write_range(store: Store, segment: int, field: Field, start: int, values: to
             _write_group(store, group, field, low - group.start, values[low - start : high - start])
     if store.pager is not None:
         store.pager.drain()
+
+
+def ensure_gradient(store: Store, segment: int) -> None:
+    """Give a segment that has no gradients of this window gradients of zero.
+
+    Raises:
+        PageError: if a transfer failed.
+    """
+    if store.has_gradient(segment):
+        return
+    numel = sum(group.numel for group in store.plan.by_segment[segment])
+    if numel:
+        zeros = torch.zeros(numel, dtype=field_dtype(store, segment, Field.GRADIENT))
+        store.add_gradient(segment, tensor_span(zeros))
+    else:
+        store.note_gradient(segment)  # the other ranks have all of it
 
 
 class ShardReader:

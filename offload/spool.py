@@ -3,23 +3,31 @@
 For what there is before an engine is made, or beside it. Each array is freed with its last
 reference; files are made a chunk at a time, their space is reserved, and they go when the last
 array in them does.
+
+Whatever `tiers.verify` says, what comes back from a file is checked against the checksums of what
+was written: all of this is off the hot path.
 """
 
 from __future__ import annotations
 
+import errno
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import xxhash
 
 from aio_ops import Engine, TransferFile
 from offload.arrays import tensor_span
+from offload.transfers import CorruptionError
 
 CHUNK_BYTES = 64 << 20
 """Most bytes of one file, but an array that is larger gets a file of its own."""
 
 _ALIGNMENT_BYTES = 4096
+_BLOCK_NUMEL = 1 << 18
+"""Elements under one checksum; a file is read and written in whole blocks."""
 
 
 class SpooledArray:
@@ -60,26 +68,69 @@ class _Chunk:
 
 
 class _FileArray(SpooledArray):
-    def __init__(self, spool: Spool, chunk: _Chunk, offset: int, values: torch.Tensor) -> None:
+    def __init__(
+        self, spool: Spool, chunk: _Chunk, offset: int, values: torch.Tensor, name: str
+    ) -> None:
         super().__init__(values.numel(), values.dtype)
         self._spool = spool
         self._file = chunk.file
         self._offset = offset
+        self._name = name
+        self._checksums = [0] * -(-self.numel // _BLOCK_NUMEL)
         self.write(0, values)
 
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        stop = self.numel if stop is None else stop
-        target = torch.empty(stop - start, dtype=self.dtype)
-        if target.numel():
-            offset = self._offset + start * target.element_size()
-            self._spool.engine.submit_read(self._file, offset, tensor_span(target)).wait()
-        return target
+        stop = self.numel if stop is None else min(stop, self.numel)
+        if start >= stop:
+            return torch.empty(0, dtype=self.dtype)
+        low, high = self._blocks(start, stop)
+        target = torch.empty(high - low, dtype=self.dtype)
+        offset = self._offset + low * target.element_size()
+        self._spool.engine.submit_read(self._file, offset, tensor_span(target)).wait()
+        for index, found in self._digests(low, target):
+            if found != self._checksums[index]:
+                raise self._corruption(index, found)
+        if (low, high) == (start, stop):
+            return target
+        return target[start - low : stop - low].clone()
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        if values.numel():
-            values = values.contiguous()
-            offset = self._offset + start * values.element_size()
-            self._spool.engine.submit_write(self._file, offset, tensor_span(values)).wait()
+        stop = start + values.numel()
+        if start == stop:
+            return
+        values = values.contiguous()
+        low, high = self._blocks(start, stop)
+        if (low, high) != (start, stop):
+            whole = self.read(low, high)
+            whole[start - low : stop - low] = values
+            values = whole
+        offset = self._offset + low * values.element_size()
+        self._spool.engine.submit_write(self._file, offset, tensor_span(values)).wait()
+        for index, found in self._digests(low, values):
+            self._checksums[index] = found
+
+    def _blocks(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the elements of the blocks that hold elements `[start, stop)`."""
+        high = -(-stop // _BLOCK_NUMEL) * _BLOCK_NUMEL
+        return start // _BLOCK_NUMEL * _BLOCK_NUMEL, min(high, self.numel)
+
+    def _digests(self, low: int, values: torch.Tensor) -> Iterator[tuple[int, int]]:
+        """Yield index and checksum of each block of values that begin at a block."""
+        for start in range(0, values.numel(), _BLOCK_NUMEL):
+            block = tensor_span(values[start : start + _BLOCK_NUMEL])
+            yield (low + start) // _BLOCK_NUMEL, xxhash.xxh3_64_intdigest(block.view())
+
+    def _corruption(self, index: int, found: int) -> CorruptionError:
+        start = index * _BLOCK_NUMEL
+        stop = min(start + _BLOCK_NUMEL, self.numel)
+        return CorruptionError(
+            errno.EIO,
+            f"{self._name}: elements {start} to {stop} of {self.numel} ({self.dtype}), at offset"
+            f" {self._offset + start * self.dtype.itemsize} of {self._file.path}, were written with"
+            f" the checksum {self._checksums[index]:016x} and read back with {found:016x}: bits"
+            " changed on the drive or on the way; they were not used. Check the drive, and start"
+            " again from the last checkpoint",
+        )
 
 
 class Spool:
@@ -107,8 +158,8 @@ class Spool:
             raise RuntimeError("this spool keeps its arrays in host memory")
         return self._engine
 
-    def put(self, values: torch.Tensor) -> SpooledArray:
-        """Return a new array with the given flat values.
+    def put(self, values: torch.Tensor, name: str = "an array at rest") -> SpooledArray:
+        """Return a new array with the given flat values; `name` is for messages.
 
         Raises:
             OSError: if the directory has no room, or a write failed.
@@ -123,7 +174,7 @@ class Spool:
             chunk = self._chunk_for(size)
             offset, chunk.end = chunk.end, chunk.end + _aligned(size)
             chunk.user_count += 1
-            array = _FileArray(self, chunk, offset, values)
+            array = _FileArray(self, chunk, offset, values, name)
             weakref.finalize(array, _forget, weakref.ref(self), chunk, size)
         self.resting_bytes += size
         return array

@@ -83,6 +83,17 @@ def test_json_has_a_remedy_wherever_something_is_not_well(
     assert found.count("GB/s") == 3
 
 
+def test_interrupted_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def interrupt(_directory: Path) -> Row:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("aio_ops.doctor.command.disk", interrupt)
+    assert main([str(tmp_path)]) == 130
+    assert capsys.readouterr() == ("", "tierzero-doctor: interrupted; nothing was left behind\n")
+
+
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])

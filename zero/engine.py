@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 import weakref
@@ -25,11 +24,12 @@ from zero.planning import Blueprint, Plan
 from zero.replan import History, Resize, group_unfrozen, has_changed, rebuild
 from zero.runtime import Runtime
 from zero.settings import Settings
+from zero.surface import FieldSurface, no_attribute
 
 LossScaler = StaticLossScaler | DynamicLossScaler
 
 
-class ZeroEngine(nn.Module):
+class ZeroEngine(FieldSurface, nn.Module):
     """Trains one sharded model.
 
     A micro-batch is one forward with gradients and the backwards that follow it; `step()` updates
@@ -58,6 +58,7 @@ class ZeroEngine(nn.Module):
         self.global_rank = runtime.communicator.rank
         self.world_size = runtime.communicator.world_size
         self.global_steps = 0
+        self.micro_steps = 0
         self.skipped_steps = 0
         self._runtime = runtime
         self._retired: Runtime | None = None
@@ -67,6 +68,7 @@ class ZeroEngine(nn.Module):
         self._forward_pending = False
         self._window_saw_forward = False
         self._loss_was_scaled = False
+        self._step_applied = False
         self._grad_norm: float | None = None
         self._destroyed = False
         self._first_step: list[dict[str, Any]] | None = None
@@ -155,6 +157,7 @@ class ZeroEngine(nn.Module):
         self._require_alive()
         if self.optimizer is None:
             raise ConfigError("this engine has no optimizer; it cannot step")
+        self._step_applied = False
         self._runtime.scheduler.recover()
         adopt_replaced(self._slots)
         self._adopt_shapes()
@@ -168,6 +171,7 @@ class ZeroEngine(nn.Module):
         self._grad_norm = norm
         if math.isfinite(norm):
             self._run_update(self.optimizer, norm)
+            self._step_applied = True
         else:
             self._skip_update(norm, reducer.not_finite)
         self._restart_window()
@@ -262,7 +266,11 @@ class ZeroEngine(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(super().__getattr__("module"), name)
+        module = super().__getattr__("module")
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            raise AttributeError(no_attribute(name, module)) from error
 
     def _run_update(self, optimizer: ZeroOptimizer, norm: float) -> None:
         """Run one update over all sub-groups."""
@@ -291,7 +299,7 @@ class ZeroEngine(nn.Module):
         self._runtime.store.ledger.end_step()
         if self.global_steps == 1:
             lines = memory_lines(self.plan.memory, self._runtime.store)
-            self._first_step = [dataclasses.asdict(line) for line in lines]
+            self._first_step = [line.to_dict() for line in lines]
             warn_if_exceeded(lines)
 
     def _skip_update(self, norm: float, names: Sequence[str]) -> None:
@@ -320,6 +328,7 @@ class ZeroEngine(nn.Module):
         self._loss_was_scaled = False
         if self._forward_pending or not self._window_saw_forward or not self._micro_batches:
             self._micro_batches += 1
+            self.micro_steps += 1
         self._forward_pending = False
 
     def _note_forward(self, _module: nn.Module, _args: Any) -> None:

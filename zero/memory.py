@@ -28,6 +28,15 @@ class MemoryLine:
     actual_bytes: int | None
     """None where nothing can be measured: not yet, on a simulated disk, inside a library."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the line as plain data."""
+        return {
+            "tier": self.tier.value,
+            "what": self.what,
+            "planned_bytes": self.planned_bytes,
+            "actual_bytes": self.actual_bytes,
+        }
+
     @property
     def exceeds(self) -> bool:
         """Whether more is there than was planned."""
@@ -103,20 +112,13 @@ def memory_report(plan: MemoryPlan, store: Store, *, baseline_bytes: int) -> dic
     """
     process = process_bytes("VmRSS", "VmHWM", "VmLck", "VmPin")
     return {
-        "lines": [
-            {
-                "tier": line.tier.value,
-                "what": line.what,
-                "planned_bytes": line.planned_bytes,
-                "actual_bytes": line.actual_bytes,
-            }
-            for line in memory_lines(plan, store)
-        ],
+        "lines": [line.to_dict() for line in memory_lines(plan, store)],
         "process": {
             "rss_at_start_bytes": baseline_bytes,
             "rss_bytes": process["VmRSS"],
             "peak_rss_bytes": process["VmHWM"],
-            "locked_bytes": process["VmLck"] + process["VmPin"],
+            "locked_bytes": process["VmLck"],
+            "pinned_bytes": process["VmPin"],  # by a ring: the same pages, counted once a buffer
         },
     }
 

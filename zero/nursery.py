@@ -68,11 +68,13 @@ class Nursery:
 class SpooledShard:
     """A flat tensor over the ranks: rank r has the r-th of equal pieces, in a spool."""
 
-    def __init__(self, nursery: Nursery, values: torch.Tensor) -> None:
+    def __init__(
+        self, nursery: Nursery, values: torch.Tensor, name: str = "optimizer state at rest"
+    ) -> None:
         self._communicator = nursery.communicator
         self.numel = values.numel()
         start, stop = self.bounds(nursery.communicator.rank)
-        self.own: SpooledArray = nursery.spool.put(values[start:stop])
+        self.own: SpooledArray = nursery.spool.put(values[start:stop], name)
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Return the elements `[start, stop)` that a rank has."""
@@ -107,7 +109,7 @@ class NurserySource(ShardSource):
         self._grave: Grave | None = None
         self._parameter = weakref.ref(parameter)
         self._dtype = values.dtype
-        self._shard = SpooledShard(nursery, values)
+        self._shard = SpooledShard(nursery, values, name)
 
     @property
     def unit_name(self) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from estimators import shard_bounds
-from offload import Field, field_dtype, has_field, read_range, write_range
+from offload import Field, ensure_gradient, field_dtype, has_field, read_range, write_range
 from zero.errors import ShardedAccessError
 
 if TYPE_CHECKING:
@@ -246,8 +246,12 @@ class StoreSource(ShardSource):
         return None if segment.is_in_place else segment.graves[self.position]
 
     def after_write(self, field: Field) -> None:
-        """Invalidate graphs that saved the old values; measure a gradient that was set."""
+        """Invalidate graphs that saved the old values; measure a gradient that was set.
+
+        Ranks without a piece note that the segment has gradients now, as the others do.
+        """
         if field is Field.GRADIENT:
+            ensure_gradient(self.runtime.store, self.segment_index)
             self.segment.dropped_gradients.discard(self.position)
             reducer = self.runtime.reducer
             if reducer is not None:

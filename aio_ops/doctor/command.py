@@ -28,7 +28,8 @@ _EPILOG = """\
 example:
   tierzero-doctor /nvme0 --config ds_config.json
 
-exit status: 0 training would start; 1 it would not, see FAIL; 2 wrong options
+exit status: 0 training would start; 1 it would not, see FAIL; 2 wrong options;
+  130 interrupted
 """
 
 
@@ -50,7 +51,11 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parser().parse_args(arguments)
-    rows = list(diagnose(options.directories, options.config))
+    try:
+        rows = list(diagnose(options.directories, options.config))
+    except KeyboardInterrupt:
+        sys.stderr.write("tierzero-doctor: interrupted; nothing was left behind\n")
+        return 130
     starts = all(row.status is not Status.FAIL for row in rows)
     if options.json:
         document = {"version": 1, "starts": starts, "rows": [row.to_dict() for row in rows]}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from aio_ops import Fault, SimulatedDisk
+from aio_ops.simulated import SimulatedFile
 from estimators import Budget, ElementType, StateFormat, Tier, plan_placement
 from offload import (
+    CorruptionError,
     Field,
     PageError,
     PagerFailedError,
@@ -216,3 +219,31 @@ def test_a_spool_reports_failed_transfers() -> None:
     with pytest.raises(OSError, match="simulated"):
         array.read()
     assert torch.equal(array.read(), torch.ones(5000))
+
+
+def test_a_spool_reports_a_flipped_bit_and_hashes_what_is_overwritten() -> None:
+    disk = SimulatedDisk(0)
+    files: list[SimulatedFile] = []
+    create = disk.create_file
+
+    def remember(*arguments: Any, **options: Any) -> SimulatedFile:
+        files.append(create(*arguments, **options))
+        return files[-1]
+
+    disk.create_file = remember  # type: ignore[method-assign]
+    spool = Spool(lambda: disk, NOWHERE)
+    expected = torch.arange(600_000, dtype=torch.float32)  # three blocks
+    array = spool.put(expected, "norm.weight")
+    array.write(262_000, torch.ones(1000))
+    expected[262_000:263_000] = 1
+    assert torch.equal(array.read(), expected)
+    files[0].contents[4 * 599_000] ^= 4
+    assert torch.equal(array.read(10, 500_000), expected[10:500_000])
+    for act in (array.read, lambda: array.write(599_999, torch.ones(1))):
+        with pytest.raises(
+            CorruptionError, match=r"norm.weight: elements 524288 to 600000"
+        ) as told:
+            act()
+        assert str(files[0].path) in str(told.value)
+    array.write(0, expected)
+    assert torch.equal(array.read(), expected)

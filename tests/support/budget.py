@@ -141,12 +141,12 @@ def train(job: Job) -> dict[str, Any]:
 def measure(engine: zero.ZeroEngine, job: Job) -> dict[str, Any]:
     """Return what was planned and what is there."""
     plan = engine.plan.memory
-    peak = process_bytes("VmHWM", "VmLck", "VmPin")
+    peak = process_bytes("VmHWM", "VmLck")
     traffic = step_traffic(plan, job.accumulation)
     kept = (Section.PARAMETER, Section.STATE)
     return {
         "peak": peak["VmHWM"],
-        "locked": peak["VmLck"] + peak["VmPin"],
+        "locked": peak["VmLck"],
         "host_planned": plan.host_bytes,
         "host_budget": plan.host_budget_bytes,
         "device_planned": plan.device_bytes,

@@ -163,6 +163,30 @@ def loading(path: str, rank: int) -> str:
     return f"loaded {int(same)} half {int(held <= 4 * numel // 2 + slack)}"
 
 
+def set_gradients(path: str, rank: int) -> str:
+    """Set gradients of which one rank owns all, in three ways, before a first backward."""
+    engine, _, _, _ = zero.initialize(model=make_model(), config=config(path))
+    said = []
+    for weight in (engine.module.norm.bias, engine.module.blocks[0].norm1.weight):
+        for value in (1.0, 2.0, 3.0):
+            if value == 1.0:
+                zero.safe_set_full_grad(weight, torch.full_like(weight, value))
+            elif value == 2.0:
+                local = zero.safe_get_local_fp32_param(weight)
+                zero.safe_set_local_grad(weight, torch.full_like(local, value))
+            else:
+                weight.grad = torch.full(weight.shape, value)
+            found = zero.safe_get_full_grad(weight)
+            same = found is not None and bool((found == value).all())
+            said.append(int(same and weight.grad is not None))
+            engine.zero_grad()
+        engine.backward(engine(*make_batch(0, rank)))
+        engine.step()
+    found = f"{said} {digest(full_parameters(engine))[:12]}"
+    engine.destroy()
+    return found
+
+
 class Odd(torch.nn.Module):
     """Parameters of every size around the world size, tied odd ones, and 3-D ones (B4, B12)."""
 
@@ -254,6 +278,7 @@ CASES: dict[str, Callable[[str, int], str]] = {
         different_models,
         different_seeds,
         unused_everywhere,
+        set_gradients,
         touching,
         odd_sizes,
     )

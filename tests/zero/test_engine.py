@@ -423,3 +423,35 @@ def test_every_engine_trains_to_the_same_bits(scratch: Path, kind: str) -> None:
     plain, _, _, _ = zero.initialize(model=make_model(), config=make_config(host_memory=MEMORY))
     assert train(plain, 3, per_window=False) == paged_digest
     plain.destroy()
+
+
+def test_the_engine_counts_and_tells_under_the_names_of_the_field() -> None:
+    config = make_config(host_memory=MEMORY, accumulation=2)
+    engine, _, _, _ = zero.initialize(model=make_model(), config=config)
+    applied = []
+    for index in range(4):
+        loss = engine(*make_batch(index))
+        assert loss.device == engine.device
+        engine.backward(loss if index < 3 else loss * float("inf"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine.step()
+        applied.append(engine.was_step_applied())
+    assert applied == [False, True, False, False]
+    assert (engine.global_steps, engine.micro_steps, engine.skipped_steps) == (2, 4, 1)
+    assert engine.global_samples == 2 * engine.train_batch_size()
+    assert (engine.local_rank, engine.dp_world_size) == (0, 1)
+    assert engine.zero_optimization_stage() == 3
+    engine.destroy()
+
+
+def test_what_neither_engine_nor_model_has_is_said_so() -> None:
+    model = make_model()
+    model.tag = "mine"
+    engine, _, _, _ = zero.initialize(model=model, config=make_config(host_memory=MEMORY))
+    assert engine.tag == "mine"
+    assert not hasattr(engine, "nothing")
+    words = "the engine has no attribute 'nothing', nor has the model .TinyTransformer."
+    with pytest.raises(AttributeError, match=words):
+        _ = engine.nothing
+    engine.destroy()

@@ -59,7 +59,10 @@ def test_actual_memory_is_reported_by_category_and_is_what_was_planned(scratch: 
         slack = MIB if line["tier"] == "nvme" else 0
         if line["actual_bytes"] is not None:
             assert line["actual_bytes"] <= line["planned_bytes"] + slack, line
-    assert len(report["first_step"]) == len(report["lines"])
+    assert json.loads(json.dumps(report)) == report
+    assert [each["what"] for each in report["first_step"]] == [
+        each["what"] for each in report["lines"]
+    ]
     assert report["process"]["peak_rss_bytes"] >= report["process"]["rss_bytes"] > 0
     out = io.StringIO()
     Console(file=out, width=100).print(memory_table(report))

@@ -32,3 +32,9 @@ def test_a_block_that_no_rank_uses_is_no_hindrance(scratch: Path) -> None:
     first, second = run_rank_case("unused_everywhere", scratch)
     assert first == second
     assert len(first) == 12
+
+
+def test_a_gradient_set_before_the_first_backward_is_there_on_all_ranks(scratch: Path) -> None:
+    first, second = run_rank_case("set_gradients", scratch)
+    assert first == second
+    assert first.startswith("[1, 1, 1, 1, 1, 1]")

@@ -138,6 +138,9 @@ def test_with_pin_memory_exactly_the_slots_are_locked(scratch: Path) -> None:
     slots_bytes = store.slot_arena.size_bytes
     assert locked_bytes()["VmLck"] == before["VmLck"] + slots_bytes
     assert locked_bytes()["VmPin"] >= before["VmPin"] + slots_bytes  # by the ring
+    process = engine.memory_report()["process"]
+    assert process["locked_bytes"] == before["VmLck"] + slots_bytes
+    assert process["pinned_bytes"] == locked_bytes()["VmPin"]
     engine.backward(engine(*make_batch(0)))
     engine.step()
     assert engine.ledger.snapshot().nvme_write_bytes > 0

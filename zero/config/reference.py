@@ -26,6 +26,9 @@ decides it.
     python -m zero.config show FILE         # every key, its value, and where that came from
     python -m zero.config schema            # JSON Schema for an editor
 
+`check` and `show` look at the file alone: that its paths exist, can be written and have room is
+what `tierzero-doctor DIR --config FILE` finds out.
+
 **Values.** An integer may be written as an integral float (`5e8`). Bytes are an integer or a string
 with a unit: `"8GB"` is 8,000,000,000, `"8GiB"` is 8,589,934,592. `null` stands for the default
 where the default is `null`, nowhere else. A path may begin with `~`.
@@ -128,7 +131,9 @@ def _autos_part() -> str:
         ]
     return (
         '## `"auto"`\n\nThese keys accept `"auto"`; everywhere else it is an error. `show` prints '
-        "what each became and why.\n\n" + _table(("key", "decided by", "default"), rows)
+        "what each became and why. A framework writes its own arguments into the file before "
+        "it is read; without one, such a key (`lr`, say) becomes the default of the last column."
+        "\n\n" + _table(("key", "decided by", "default"), rows)
     )
 
 
