@@ -18,6 +18,7 @@ from offload import Ledger, update
 from zero.errors import ConfigError
 from zero.hooks import ModuleHook
 from zero.integrity import adopt_replaced, check_model, find_slots, managed_parameters
+from zero.kept import refuse_set_gradients
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.memory import memory_lines, memory_report, warn_if_exceeded
 from zero.optimizer import ZeroOptimizer
@@ -128,6 +129,7 @@ class ZeroEngine(nn.Module):
                 "this engine has no optimizer, so there is nothing to do with gradients; pass one"
                 " to zero.initialize or add an optimizer section to the configuration"
             )
+        refuse_set_gradients(self._runtime.segments)
         scaled = self.scale(loss / self.gradient_accumulation_steps())
         try:
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
@@ -155,6 +157,7 @@ class ZeroEngine(nn.Module):
         if self.optimizer is None:
             raise ConfigError("this engine has no optimizer; it cannot step")
         self._runtime.scheduler.recover()
+        refuse_set_gradients(self._runtime.segments)
         adopt_replaced(self._slots)
         self._adopt_shapes()
         check_model(self.module, self._managed, self._runtime.segments)
@@ -322,6 +325,8 @@ class ZeroEngine(nn.Module):
         self._runtime.scheduler.recover_if_idle()
         self._adopt_changes()
         if torch.is_grad_enabled():
+            if self._is_idle:
+                refuse_set_gradients(self._runtime.segments)
             self._forward_pending = self._window_saw_forward = True
 
     def _adopt_changes(self) -> None:
