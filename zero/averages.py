@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,10 +15,21 @@ from zero.errors import ShardedAccessError
 from zero.parameter import reference_of
 from zero.planning import open_spool_engine
 from zero.settings import NvmeSettings
-from zero.source import ShardSource, StoreSource
+from zero.source import OwnedPiece, ShardSource, StoreSource
 
 PIECE_NUMEL = 4 << 20
 """Elements that are in memory at a time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Average:
+    """This rank's piece of the average of one parameter."""
+
+    parameter: nn.Parameter
+    values: SpooledArray
+    shape: torch.Size
+    pieces: Sequence[OwnedPiece]
+    """How the ranks shared the parameter when the average was made."""
 
 
 class ShardedAverage:
@@ -35,7 +47,7 @@ class ShardedAverage:
         self.decay = decay
         nvme = NvmeSettings(Path(directory)) if directory is not None else None
         self._spool = Spool(lambda: open_spool_engine(nvme), nvme.path if nvme else None)
-        self._averages: list[tuple[nn.Parameter, SpooledArray]] = []
+        self._averages: list[_Average] = []
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -43,18 +55,14 @@ class ShardedAverage:
                 raise ShardedAccessError(
                     f"parameter {name} belongs to no engine; give the model to zero.initialize"
                 )
-            self._averages.append((parameter, self._spool.put(_own_values(parameter))))
+            source, field = _source_of(parameter)
+            values = self._spool.put(source.read_own(field).float())
+            self._averages.append(_Average(parameter, values, source.shape, source.pieces()))
 
     def update(self) -> None:
         """Move the average towards the current values, `decay` of the old one stays."""
-        for parameter, average in self._averages:
-            source, field = _source_of(parameter)
+        for source, field, average in self._matched():
             values = source.read_own(field).float()
-            if values.numel() != average.numel:
-                raise ShardedAccessError(
-                    f"this rank's piece of {source.name} has {values.numel()} elements now, its"
-                    f" average {average.numel}; the engine was planned anew: make a new average"
-                )
             for start in range(0, average.numel, PIECE_NUMEL):
                 stop = min(start + PIECE_NUMEL, average.numel)
                 old = average.read(start, stop)
@@ -62,12 +70,12 @@ class ShardedAverage:
 
     def full(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the whole average of one parameter, fp32; a collective."""
-        for known, average in self._averages:
-            if known is parameter:
-                source, _ = _source_of(parameter)
+        for known in self._averages:
+            if known.parameter is parameter:
+                source, _ = _match(known)
                 source.communicator.join(f"reading the average of {source.name}")
                 full = torch.empty(source.shape)
-                source.assemble(full, average.read())
+                source.assemble(full, known.values.read())
                 return full
         raise ShardedAccessError(
             f"there is no average of a parameter of shape {tuple(parameter.shape)}; it was frozen"
@@ -84,12 +92,31 @@ class ShardedAverage:
             self._exchange()
 
     def _exchange(self) -> None:
-        for parameter, average in self._averages:
-            source, field = _source_of(parameter)
+        for source, field, average in self._matched():
             values = source.read_own(field)
             source.write_own(field, average.read().to(values.dtype))
             average.write(0, values.float())
             source.after_write(field)
+
+    def _matched(self) -> list[tuple[ShardSource, Field, SpooledArray]]:
+        """Return where each parameter's values are, with its average: all of them, or an error."""
+        return [(*_match(average), average.values) for average in self._averages]
+
+
+def _match(average: _Average) -> tuple[ShardSource, Field]:
+    """Return where the values of an average's parameter are.
+
+    Raises:
+        ShardedAccessError: if the ranks share it in another way than when the average was made.
+    """
+    source, field = _source_of(average.parameter)
+    if source.shape != average.shape or source.pieces() != average.pieces:
+        raise ShardedAccessError(
+            f"parameter {source.name} has shape {tuple(source.shape)} now, in other pieces than its"
+            f" average of shape {tuple(average.shape)}; the engine was planned anew: make a new"
+            " average"
+        )
+    return source, field
 
 
 def _source_of(parameter: nn.Parameter) -> tuple[ShardSource, Field]:
@@ -103,8 +130,3 @@ def _source_of(parameter: nn.Parameter) -> tuple[ShardSource, Field]:
             " zero.GatheredParameters block first"
         )
     return source, Field.MASTER if source.has(Field.MASTER) else Field.PARAMETER
-
-
-def _own_values(parameter: nn.Parameter) -> torch.Tensor:
-    source, field = _source_of(parameter)
-    return source.read_own(field).float()

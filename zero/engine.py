@@ -17,6 +17,7 @@ from offload import Ledger, update
 from zero.errors import ConfigError
 from zero.hooks import ModuleHook
 from zero.integrity import adopt_replaced, check_model, find_slots, managed_parameters
+from zero.kept import refuse_set_gradients
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.memory import memory_lines, memory_report, warn_if_exceeded
 from zero.optimizer import ZeroOptimizer
@@ -131,6 +132,7 @@ class ZeroEngine(FieldSurface, nn.Module):
                 "this engine has no optimizer, so there is nothing to do with gradients; pass one"
                 " to zero.initialize or add an optimizer section to the configuration"
             )
+        refuse_set_gradients(self._runtime.segments)
         scaled = self.scale(loss / self.gradient_accumulation_steps())
         try:
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
@@ -159,6 +161,7 @@ class ZeroEngine(FieldSurface, nn.Module):
             raise ConfigError("this engine has no optimizer; it cannot step")
         self._step_applied = False
         self._runtime.scheduler.recover()
+        refuse_set_gradients(self._runtime.segments)
         adopt_replaced(self._slots)
         self._adopt_shapes()
         check_model(self.module, self._managed, self._runtime)
@@ -337,6 +340,8 @@ class ZeroEngine(FieldSurface, nn.Module):
         self._runtime.scheduler.recover_if_idle()
         self._adopt_changes()
         if torch.is_grad_enabled():
+            if self._is_idle:
+                refuse_set_gradients(self._runtime.segments)
             self._forward_pending = self._window_saw_forward = True
 
     def _adopt_changes(self) -> None:

@@ -142,6 +142,7 @@ def iterate_states(model: nn.Module) -> Iterator[ParameterState]:
         chosen = sorted(by_segment[index], key=lambda item: item[0].position)
         runtime = chosen[0][0].runtime
         runtime.communicator.join(f"iterating over the states of segment {index}")
+        runtime.segments[index].commit(runtime.store)
         chosen[0][0].settle(Field.GRADIENT)
         reader = ShardReader(runtime.store, index, tuple(Field))
         for source, name, parameter in chosen:

@@ -10,12 +10,13 @@ from typing import Self
 import torch
 from torch import nn
 
-from offload import Field, write_parameters
+from offload import Field
 from zero.nursery import NurserySource
 from zero.parameter import reference_of
 from zero.runtime import Runtime
 from zero.source import StoreSource
-from zero.unit import Segment, Unit
+from zero.unit import Segment, Unit, write_members
+from zero.units import ManagedParameter
 
 
 class GatheredParameters:
@@ -44,6 +45,8 @@ class GatheredParameters:
         self._versions: dict[int, list[int]] = {}
         self._checksums: dict[int, list[int]] = {}
         self._snapshots: dict[int, torch.Tensor] = {}
+        self._earlier: dict[int, list[ManagedParameter]] = {}
+        """What was changed in place before the block, and not taken over yet."""
         if not enabled:
             return
         for parameter in chosen:
@@ -80,12 +83,13 @@ class GatheredParameters:
                 runtime.scheduler.hold(unit)
                 undo.callback(runtime.scheduler.drop, unit)
             undo.pop_all()
-        for _, segment in self._segments():
+        for runtime, segment in self._segments():
+            segment.commit(runtime.store)
             self._versions[id(segment)] = segment.versions
-            if self._modifier_rank is None:
-                self._checksums[id(segment)] = segment.checksums()
-                if segment.is_in_place:
-                    self._snapshots[id(segment)] = segment.flat.clone()
+            self._checksums[id(segment)] = segment.checksums()
+            self._earlier[id(segment)] = segment.changed()
+            if self._modifier_rank is None and segment.is_in_place:
+                self._snapshots[id(segment)] = segment.flat.clone()
         return self
 
     def __exit__(
@@ -99,10 +103,10 @@ class GatheredParameters:
             lost.extend(self._close_alone(keep=kind is None))
             for runtime, segment in self._segments():
                 if self._modifier_rank is not None and kind is None:
-                    _write_back(runtime, segment, self._modifier_rank)
+                    self._write_back(runtime, segment, self._modifier_rank)
                     continue
                 changed = segment.changed(self._versions[id(segment)])
-                if not changed and id(segment) in self._checksums:
+                if not changed:
                     changed = segment.differing(self._checksums[id(segment)])
                 if changed:
                     lost.extend(member.name for member in changed)
@@ -159,18 +163,22 @@ class GatheredParameters:
         segment.fill(runtime.store, runtime.store.ledger)
         segment.accept_changes()
 
+    def _write_back(self, runtime: Runtime, segment: Segment, modifier_rank: int) -> None:
+        """Make the values of one rank everybody's; store what changed, with its residual."""
+        segment.collect_strays()
+        runtime.communicator.broadcast(segment.flat, modifier_rank)
+        changed = segment.changed(self._versions[id(segment)])
+        changed += self._earlier[id(segment)]
+        changed += segment.differing(self._checksums[id(segment)])
+        orders = {member.order for member in changed}
+        distinct = [member for member in segment.members if member.order in orders]
+        if distinct:
+            write_members(segment, runtime.store, distinct)
+            segment.forget_values()
+        segment.accept_changes()
+
 
 def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (first, second)))
-
-
-def _write_back(runtime: Runtime, segment: Segment, modifier_rank: int) -> None:
-    """Make the values of one rank everybody's, and write this rank's shard with its residual."""
-    segment.collect_strays()
-    runtime.communicator.broadcast(segment.flat, modifier_rank)
-    own = runtime.communicator.own_slice(segment.flat)
-    write_parameters(runtime.store, segment.index, own.detach().float().clone().numpy())
-    segment.forget_values()
-    segment.accept_changes()

@@ -122,7 +122,11 @@ class GradientReducer:
             take_gradient(parameter)
             return
         if self._on_arrival is not None:
-            self._on_arrival()
+            try:
+                self._on_arrival()
+            except BaseException:
+                take_gradient(parameter)  # its backward fails
+                raise
         self._collect(segment, position, parameter)
 
     def _collect(self, segment: Segment, position: int, parameter: torch.Tensor) -> None:

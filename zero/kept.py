@@ -4,6 +4,8 @@
 needs no shard: the tensor is taken from `parameter.grad` as it is, what a later backward of the
 window delivers is added to it, and the update reads it in place. Whoever wants to read or set
 gradients by the shard has them settled first, that is copied to where the plan has them.
+So `parameter.grad` is None between a backward and the step, and what a user puts there is refused:
+the next backward would add it without a word.
 """
 
 from __future__ import annotations
@@ -20,6 +22,24 @@ from offload.arrays import torch_dtype
 from zero.unit import Segment
 
 Array = np.ndarray[Any, Any]
+
+
+def refuse_set_gradients(segments: Sequence[Segment]) -> None:
+    """Refuse gradients that a user has put at parameters which rest in place.
+
+    Raises:
+        RuntimeError: naming the parameter and what to call.
+    """
+    for segment in segments:
+        if not (segment.is_in_place and segment.spec.trainable):
+            continue
+        for member in segment.members:
+            if member.parameter.grad is not None:
+                raise RuntimeError(
+                    f"parameter {member.name} has a .grad of its own, which no step would use;"
+                    " set it to None, and set gradients with"
+                    " zero.safe_set_full_grad(parameter, value) after the backward"
+                )
 
 
 class KeptGradients:

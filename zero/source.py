@@ -216,7 +216,7 @@ class StoreSource(ShardSource):
 
     def settle(self, field: Field) -> None:
         """Bring a field to where the plan has it: changes in place, and kept gradients."""
-        self.segment.commit(self.runtime.store)
+        self.segment.commit(self.runtime.store, self.position)
         if field is Field.GRADIENT and self.runtime.reducer is not None:
             self.runtime.reducer.settle(self.segment)
 
@@ -231,6 +231,8 @@ class StoreSource(ShardSource):
         self.settle(field)
         first = self.own_range()[0] + start
         write_range(self.runtime.store, self.segment_index, field, first, values.contiguous())
+        if self.segment.is_in_place and field in (Field.PARAMETER, Field.MASTER):
+            self.segment.accept_changes(self.position)
 
     def live(self) -> torch.Tensor | None:
         """Return the view of the flat buffer while the unit is unsharded."""

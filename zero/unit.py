@@ -4,19 +4,33 @@
 `parameter.data = view`, which gives each its own version counter, so filling the buffer does not
 look like an in-place change to autograd. Saved tensors of autograd share its storage: resizing the
 storage to zero frees them too, and filling it again revives them.
+
+[Note: changes in place] A 16-bit parameter that rests in place has its master elsewhere, which a
+write to the parameter must reach, and a write through `.data` moves no version counter. So such a
+segment keeps a checksum of each parameter from when both last agreed; whatever differs when the
+master is needed was written, and only that is rounded.
 """
 
 from __future__ import annotations
 
 import enum
-import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
+import xxhash
 from torch import nn
 
-from estimators import FlatLayout, Piece, SegmentSpec, shard_pieces
-from offload import Ledger, Store, tensor_at, tensor_span, write_parameters
+from estimators import ElementType, FlatLayout, Piece, SegmentSpec, shard_pieces
+from offload import (
+    Field,
+    Ledger,
+    Store,
+    has_field,
+    tensor_at,
+    tensor_span,
+    write_parameters,
+    write_range,
+)
 from offload.arrays import torch_dtype
 from offload.ledger import Activity
 from zero.burial import Grave, bury_all
@@ -68,6 +82,8 @@ class Segment:
         self._views: list[torch.Tensor] = []
         self.graves: list[Grave] = []
         self._checksums: list[int] = []
+        self._has_masters = False
+        """Whether it rests in place and its masters elsewhere."""
         self._audits_left = AUDITED_WINDOWS
         self._use_count = 0
 
@@ -90,6 +106,8 @@ class Segment:
             self.flat = tensor_at(resident, self.spec.element, self.layout.padded_numel)
             self._cut()
             _link(self.parameters, self._views)
+            is_16_bit = self.spec.element is not ElementType.FP32
+            self._has_masters = is_16_bit and has_field(store, self.index, Field.MASTER)
             self.accept_changes()
             return
         self._renew()
@@ -136,25 +154,35 @@ class Segment:
         storage.resize_(0)
         bury_all(self.parameters, self.graves)
 
-    def changed(self, since: Sequence[int] | None = None) -> list[ManagedParameter]:
-        """Return the parameters written in place since they were exposed, or since `versions`."""
-        versions = self._versions if since is None else since
-        moved = [
-            member
-            for member, version in zip(self.members, versions, strict=True)
-            if member.parameter._version != version or self._has_strayed(member)
-        ]
-        if moved or since is not None or not self._checksums:
-            return moved
-        return self.differing(self._checksums)
+    def changed(
+        self, since: Sequence[int] | None = None, position: int | None = None
+    ) -> list[ManagedParameter]:
+        """Return the parameters written in place since they were exposed, or since `versions`.
 
-    def checksums(self) -> list[int]:
-        """Return a checksum of the values of each parameter."""
+        Only the one at `position` is looked at, if that is given.
+        """
+        versions = self._versions if since is None else since
+        sums = self._checksums if since is None else []
+        chosen = range(len(self.members)) if position is None else range(position, position + 1)
+        return [
+            self.members[each]
+            for each in chosen
+            if self.members[each].parameter._version != versions[each]
+            or self._has_strayed(self.members[each])
+            or (sums and self.checksums([each]) != [sums[each]])
+        ]
+
+    def checksums(self, positions: Sequence[int] | None = None) -> list[int]:
+        """Return a checksum of the values of each parameter, or of those at some positions."""
         memory = tensor_span(self.flat).view() if self.flat.numel() else memoryview(b"")
         size = self.flat.element_size()
+        layout = self.layout
         return [
-            zlib.crc32(memory[offset * size : (offset + numel) * size])
-            for offset, numel in zip(self.layout.offsets, self.layout.numels, strict=True)
+            xxhash.xxh3_64_intdigest(memory[offset * size : (offset + numel) * size])
+            for offset, numel in (
+                (layout.offsets[each], layout.numels[each])
+                for each in (range(len(self.members)) if positions is None else positions)
+            )
         ]
 
     def differing(self, checksums: Sequence[int]) -> list[ManagedParameter]:
@@ -203,25 +231,41 @@ class Segment:
                 return member.parameter, values
         return None
 
-    def accept_changes(self) -> None:
-        """Take the current values as unchanged."""
-        self._versions = self.versions
-        self._checksums = []
+    def accept_changes(self, position: int | None = None) -> None:
+        """Take the current values as unchanged, or those of one parameter."""
+        if position is None:
+            self._versions = self.versions
+            self._checksums = self.checksums() if self._has_masters else []
+            return
+        self._versions[position] = self.members[position].parameter._version
+        if self._has_masters:
+            self._checksums[position] = self.checksums([position])[0]
+        else:
+            self._checksums = []
 
-    def commit(self, store: Store) -> None:
-        """Take over what a user changed in place: parameters whose flat buffer is the shard."""
-        if self.is_in_place and self.changed():  # [Note: whoever writes a parameter ...]
+    def commit(self, store: Store, position: int | None = None) -> None:
+        """Take over what a user changed in place, see [Note: changes in place].
+
+        Args:
+            store: the shards of this rank.
+            position: the only parameter to look at; all of them by default.
+        """
+        if not self.is_in_place:
+            return
+        if any(map(self._has_strayed, self.members)):
+            position = None
+        changed = self.changed(position=position)
+        if changed:
             self.collect_strays()
-            write_parameters(store, self.index, self.flat.float().clone().numpy())
-            self.accept_changes()
+            if self._has_masters:
+                write_members(self, store, changed)
+            self.accept_changes(position)
 
     def forget_value(self, position: int) -> None:
         """Tell autograd that one parameter changed, and take the change as known."""
-        parameter = self.members[position].parameter
-        torch.autograd.graph.increment_version([parameter])
+        torch.autograd.graph.increment_version([self.members[position].parameter])
         if self._versions:
-            self._versions[position] = parameter._version
-        self._checksums = []
+            self.accept_changes(position)
 
     def forget_values(self) -> None:
         """Tell autograd that the values changed: a graph that saved the old ones must not run."""
@@ -253,6 +297,22 @@ class Segment:
                 self.layout.offsets, self.layout.numels, self._shapes, strict=True
             )
         ]
+
+
+def write_members(segment: Segment, store: Store, members: Collection[ManagedParameter]) -> None:
+    """Store this rank's pieces of some parameters of a full flat buffer, and their masters.
+
+    [Note: whoever writes a parameter writes its residual]
+    """
+    own = segment._communicator.own_slice(segment.flat).detach()
+    if len(members) == len(segment.members):
+        write_parameters(store, segment.index, own.float().clone().numpy())
+        return
+    wanted = {member.order for member in members}
+    for piece in segment.pieces:
+        if segment.members[piece.index].order in wanted and piece.numel:
+            values = own[piece.start : piece.start + piece.numel].clone()
+            write_range(store, segment.index, Field.PARAMETER, piece.start, values)
 
 
 class Unit:

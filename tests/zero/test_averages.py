@@ -81,3 +81,34 @@ def test_external_parameters_are_accepted(call: Any) -> None:
     call(model.blocks[0], model.norm.weight)
     with pytest.raises(RuntimeError, match="takes a module and a parameter"):
         call(model.blocks[0], torch.ones(2))
+
+
+@pytest.mark.parametrize("where", ["none", "nvme"])
+def test_nothing_is_exchanged_after_a_resize(scratch: Path, where: str) -> None:
+    config = make_config(
+        parameters=where,
+        optimizer=where,
+        nvme_path=str(scratch) if where == "nvme" else None,
+        host_memory="60KB" if where == "nvme" else "1GB",
+        sub_group_size=1024,
+    )
+    engine, _, _, _ = zero.initialize(model=make_model(), config=config)
+    model = engine.module
+    average = zero.ShardedAverage(model, decay=0.5)
+    engine.backward(engine(*make_batch(0)))
+    engine.step()
+    average.update()
+    resized = model.blocks[1].up.weight  # neither the first nor the last
+    zero.resize_parameter(engine, resized, torch.Size((40, 16)))
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    kept = average.full(model.embedding.weight)
+    with pytest.raises(zero.ShardedAccessError, match="make a new average"), average.applied():
+        pass
+    with pytest.raises(zero.ShardedAccessError, match="make a new average"):
+        average.update()
+    with pytest.raises(zero.ShardedAccessError, match="make a new average"):
+        average.full(resized)
+    for name, each in model.named_parameters():
+        assert torch.equal(each.detach().clone(), before[name]), name
+    assert torch.equal(average.full(model.embedding.weight), kept)
+    engine.destroy()

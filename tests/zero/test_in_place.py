@@ -71,3 +71,30 @@ def test_the_overhead_is_within_five_percent() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "forward and backward" in done.stdout
+
+
+@pytest.mark.parametrize("then", ["forward", "backward", "step"])
+def test_a_gradient_put_at_a_parameter_is_refused(then: str) -> None:
+    engine, _, _, _ = zero.initialize(model=make_model(), config=make_config(host_memory="1GB"))
+    weight = engine.module.norm.bias
+    calls = {
+        "forward": lambda: engine(*make_batch(1)),
+        "backward": lambda: engine.backward(loss),
+        "step": engine.step,
+    }
+    loss = engine(*make_batch(0))
+    if then == "step":
+        engine.backward(loss)
+        assert weight.grad is None
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(RuntimeError, match=r"norm\.bias.*safe_set_full_grad"):
+        calls[then]()
+    weight.grad = None
+    if then != "step":
+        engine.backward(loss)
+    zero.safe_set_full_grad(weight, torch.ones_like(weight))
+    engine.step()
+    moment = zero.safe_get_full_optimizer_state(weight, "exp_avg")
+    assert moment is not None
+    assert torch.allclose(moment, torch.full_like(moment, moment[0].item()))
+    engine.destroy()
