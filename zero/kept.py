@@ -36,8 +36,8 @@ def refuse_set_gradients(segments: Sequence[Segment]) -> None:
         for member in segment.members:
             if member.parameter.grad is not None:
                 raise RuntimeError(
-                    f"parameter {member.name} has a .grad of its own, which no step would use;"
-                    " set it to None, and set gradients with"
+                    f"parameter {member.name} has a .grad that did not come from the engine, and no"
+                    " step would use it; set it to None, and set gradients with"
                     " zero.safe_set_full_grad(parameter, value) after the backward"
                 )
 
