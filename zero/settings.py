@@ -15,7 +15,7 @@ class OffloadSettings:
     """The lowest tier that something may rest on."""
 
     tier: Tier = Tier.DEVICE
-    pin_memory: bool = True
+    pin_memory: bool = False
     max_host_numel: int | None = None
     """Most elements that a node keeps in host memory with the lowest tier NVME; None: no cap."""
 

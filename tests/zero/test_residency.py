@@ -127,6 +127,7 @@ def test_without_pin_memory_no_page_is_locked(scratch: Path, name: str) -> None:
 @pytest.mark.nvme
 def test_with_pin_memory_exactly_the_slots_are_locked(scratch: Path) -> None:
     config = config_of(scratch, "nvme", "300KB", engine="io_uring")
+    config["zero_optimization"]["offload_optimizer"]["pin_memory"] = True
     before = locked_bytes()
     try:
         engine, _, _, _ = zero.initialize(model=make_model(extra=EXTRA), config=config)
@@ -158,6 +159,7 @@ def test_slots_that_may_not_be_locked_are_pageable(
 
     monkeypatch.setattr("aio_ops.pinned._lock", refuse)  # as for a user who may lock little
     config = config_of(scratch, "nvme", "300KB")
+    config["zero_optimization"]["offload_param"]["pin_memory"] = True
     with pytest.warns(
         RuntimeWarning, match=r"slots are not pinned: cannot lock; raise `ulimit -l`"
     ):

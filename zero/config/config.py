@@ -231,4 +231,7 @@ def _offload(section: OffloadParam | OffloadOptimizer | None) -> OffloadSettings
     if section is None:
         return OffloadSettings()
     cap = section.max_in_cpu if isinstance(section, OffloadParam) else None
-    return OffloadSettings(_TIERS[section.device], section.pin_memory, cap)
+    # Left out it locks nothing: on the CPU no device copies from these pages, and locked ones all
+    # count against a budget from the start.
+    pins = section.pin_memory and "pin_memory" in section.model_fields_set
+    return OffloadSettings(_TIERS[section.device], pins, cap)

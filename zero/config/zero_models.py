@@ -41,9 +41,9 @@ class OffloadParam(Section):
         default=None,
     )
     pin_memory: Annotated[bool, Switch()] = key(
-        "lock the slots of the swap file in RAM and register them with the I/O engine, which saves"
-        " processor time, with device nvme; where that is not allowed (`ulimit -l`) a warning says"
-        " so",
+        "where true is written: lock the slots of the swap file in RAM and register them with the"
+        " I/O engine, which saves processor time, with device nvme; where that is not allowed"
+        " (`ulimit -l`) a warning says so. Left out, nothing is locked",
         default=True,
     )
 
@@ -63,9 +63,9 @@ class OffloadOptimizer(Section):
         "a hint: swap buffers", default=4, why=_SLOTS
     )
     pin_memory: Annotated[bool, Switch()] = key(
-        "lock the slots of the swap file in RAM and register them with the I/O engine, which saves"
-        " processor time, with device nvme; where that is not allowed (`ulimit -l`) a warning says"
-        " so",
+        "where true is written: lock the slots of the swap file in RAM and register them with the"
+        " I/O engine, which saves processor time, with device nvme; where that is not allowed"
+        " (`ulimit -l`) a warning says so. Left out, nothing is locked",
         default=True,
     )
     pipeline_read: Annotated[bool, Switch()] = no_effect(
