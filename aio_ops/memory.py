@@ -16,6 +16,7 @@ from typing import Self
 from aio_ops.linux import last_error, libc
 
 _HUGEPAGE_BYTES = 2 << 20
+_ADDRESS_SPACE_BYTES = 1 << 57  # with the page tables of five levels
 _PROT_READ_WRITE = 0x1 | 0x2
 _MAP_PRIVATE_ANONYMOUS = 0x02 | 0x20
 _MADV_DONTFORK = 10
@@ -139,6 +140,11 @@ class HostArena:
     def __init__(self, size_bytes: int, *, hugepages: bool = True, inherited: bool = False) -> None:
         if size_bytes <= 0:
             raise ValueError(f"an arena needs at least one byte, {size_bytes} were asked for")
+        if size_bytes >= _ADDRESS_SPACE_BYTES:
+            raise MemoryError(
+                f"an arena of {size_bytes} bytes is larger than the address space of a process, "
+                f"which is less than {_ADDRESS_SPACE_BYTES}"
+            )
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         self.size_bytes = align_up(size_bytes, page_bytes)
         self.used_bytes = 0

@@ -95,9 +95,18 @@ def _lock(mapping: Mapping) -> None:
     raise OSError(
         error.errno or errno.ENOMEM,
         f"cannot lock {mapping.size_bytes} bytes of host memory: {os.strerror(error.errno or 0)}; "
-        f"this process may lock {limit}. Raise `ulimit -l` (in a container: "
-        "--ulimit memlock=-1), lower the host memory budget, or set pin_memory to false",
+        f"this process may lock {limit} and has locked {locked_bytes()}. Raise `ulimit -l` "
+        "(LimitMEMLOCK= of a service, --ulimit memlock=-1 of a container), lock less (a lower host "
+        "memory budget, smaller or fewer locked tensors), or set pin_memory to false",
     )
+
+
+def locked_bytes() -> int:
+    """Return how many bytes of this process are on locked pages."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("VmLck:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def _register(mapping: Mapping, cuda: "_native.Cuda") -> str | None:

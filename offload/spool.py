@@ -10,6 +10,7 @@ was written: all of this is off the hot path.
 
 from __future__ import annotations
 
+import abc
 import errno
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,20 +31,20 @@ _BLOCK_NUMEL = 1 << 18
 """Elements under one checksum; a file is read and written in whole blocks."""
 
 
-class SpooledArray:
+class SpooledArray(abc.ABC):
     """A flat array at rest."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.numel = numel
         self.dtype = dtype
 
+    @abc.abstractmethod
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return a private copy of elements `[start, stop)`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def write(self, start: int, values: torch.Tensor) -> None:
         """Set elements from `start` on; `values` are flat, of the array's type."""
-        raise NotImplementedError
 
 
 class _HostArray(SpooledArray):

@@ -9,36 +9,28 @@ the lock away at once, and the memory goes with the last view.
 
 import bisect
 import ctypes
-import errno
 import itertools
 import os
-import resource
 import threading
 import weakref
 from collections import deque
-from pathlib import Path
 
 from aio_ops.linux import libc
-from aio_ops.memory import HostArena, Span, align_up
-
-_REMEDY = (
-    "raise it (`ulimit -l`, LimitMEMLOCK= of a service, --ulimit memlock=-1 of a container), free "
-    "locked tensors that are no longer needed, or ask for smaller ones"
-)
+from aio_ops.memory import Span, align_up
+from aio_ops.pinned import PinnedArena
 
 
 class LockedRegion:
     """Memory of one exact size on locked pages, which its views keep alive."""
 
     def __init__(self, size_bytes: int, serial: int, gone: deque[tuple[int, int]]) -> None:
-        with HostArena(size_bytes) as arena:
+        with PinnedArena(size_bytes) as arena:
             self._memory = arena.carve(size_bytes)
         self.address = self._memory.address
         self.size_bytes = size_bytes
         self.serial = serial
         self._gone = gone
         self._process_id = os.getpid()
-        _lock_pages(self.address, size_bytes)
 
     def span(self) -> Span:
         """Return the whole region, which it keeps alive."""
@@ -111,29 +103,6 @@ class LockedMemory:
     def _forget(self, address: int) -> None:
         del self._regions[address]
         del self._starts[bisect.bisect_left(self._starts, address)]
-
-
-def _lock_pages(address: int, size_bytes: int) -> None:
-    if not libc().mlock(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes)):
-        return
-    number = ctypes.get_errno()
-    limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if number not in (errno.ENOMEM, errno.EPERM, errno.EAGAIN):
-        raise OSError(number, f"cannot lock {size_bytes} bytes of memory: {os.strerror(number)}")
-    limit = "unlimited" if limit_bytes == resource.RLIM_INFINITY else f"{limit_bytes} bytes"
-    raise OSError(
-        number,
-        f"cannot lock {size_bytes} bytes of host memory: {os.strerror(number)}; the limit of this "
-        f"process is {limit} and {locked_bytes()} are locked: {_REMEDY}",
-    )
-
-
-def locked_bytes() -> int:
-    """Return how many bytes of this process are on locked pages."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("VmLck:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 LOCKED = LockedMemory()  # [Note: one table of locked memory]

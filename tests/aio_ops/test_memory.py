@@ -251,3 +251,9 @@ def test_rounding_up(size_bytes: int, alignment_bytes: int) -> None:
     rounded = align_up(size_bytes, alignment_bytes)
     assert rounded % alignment_bytes == 0
     assert size_bytes <= rounded < size_bytes + alignment_bytes
+
+
+@pytest.mark.parametrize("size_bytes", [1 << 57, 1 << 62, 1 << 64])
+def test_more_than_the_address_space_is_refused(size_bytes: int) -> None:
+    with pytest.raises(MemoryError, match="larger than the address space"):
+        HostArena(size_bytes)

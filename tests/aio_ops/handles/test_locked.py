@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from aio_ops.handles import PinHandle, aio_handle, pin_handle
-from aio_ops.handles.locked import LockedMemory, locked_bytes
+from aio_ops.handles.locked import LockedMemory
 from aio_ops.memory import align_up
+from aio_ops.pinned import locked_bytes
 from tests.aio_ops.handles.support import BYTES, MIB, bytes_of, file_of, in_child
 from tests.aio_ops.test_memory import mapped_bytes, mapping_flags
 

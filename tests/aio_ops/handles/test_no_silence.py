@@ -346,7 +346,7 @@ def test_memory_that_may_not_be_locked_is_an_error_with_the_remedy() -> None:
         pytest.skip("only root can become a user without the right to lock memory")
     said = in_child(ask)
     assert "cannot lock 4194304 bytes of host memory" in said
-    assert f"the limit of this process is {MIB} bytes and {MIB // 2} are locked" in said
+    assert f"this process may lock {MIB} bytes and has locked {MIB // 2}" in said
     assert "ulimit -l" in said
     assert said.startswith(f"({errno.ENOMEM},")
     assert said.endswith("True)")
