@@ -142,8 +142,8 @@ class HostArena:
             raise ValueError(f"an arena needs at least one byte, {size_bytes} were asked for")
         if size_bytes >= _ADDRESS_SPACE_BYTES:
             raise MemoryError(
-                f"an arena of {size_bytes} bytes is larger than the address space of a process, "
-                f"which is less than {_ADDRESS_SPACE_BYTES}"
+                f"cannot map {size_bytes} bytes of host memory (more than the address space of a "
+                "process); lower the host memory budget"
             )
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         self.size_bytes = align_up(size_bytes, page_bytes)
