@@ -9,10 +9,12 @@ from estimators.field import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from estimators.formats import (
+    CODE_BLOCK_NUMEL,
     ElementType,
     RecordLayout,
     StateField,
     StateFormat,
+    UpdateRule,
     record_layout,
 )
 from estimators.layout import (
@@ -33,6 +35,7 @@ from estimators.summary import MemoryPlan, PlanRow, SlotPlan, StepTraffic, step_
 
 __all__ = [
     "ASSUMED_RATES",
+    "CODE_BLOCK_NUMEL",
     "SHARD_ALIGNMENT_NUMEL",
     "Budget",
     "DriveRates",
@@ -53,6 +56,7 @@ __all__ = [
     "StepTraffic",
     "SubGroup",
     "Tier",
+    "UpdateRule",
     "align_up",
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",

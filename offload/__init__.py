@@ -1,10 +1,10 @@
 """Tiers, slots, pager, state formats and the update: knows shards of tensors, no ranks."""
 
 from offload.arrays import array_at, copy_bytes, tensor_at, tensor_span
+from offload.codes import RoundingKey
 from offload.footprint import disk_bytes, process_bytes, resident_set_bytes
 from offload.heap import HeapTrimmer
 from offload.kernels import (
-    AdamWScalars,
     Kernels,
     load_kernels,
     native_available,
@@ -18,6 +18,7 @@ from offload.kernels_device import (
 )
 from offload.ledger import Activity, Ledger, LedgerSnapshot, Link
 from offload.measure import measure_rates
+from offload.operands import StateArrays
 from offload.pager import Pager, PagerFailedError, PagerState
 from offload.ranges import (
     Field,
@@ -29,9 +30,17 @@ from offload.ranges import (
     write_range,
 )
 from offload.report import LedgerReport, StepRecord
+from offload.rules import (
+    AdagradScalars,
+    AdamScalars,
+    AdamWScalars,
+    LionScalars,
+    SgdScalars,
+    UpdateScalars,
+)
 from offload.slots import Slot, SlotState, carve_slots
 from offload.spool import Spool, SpooledArray
-from offload.state import StateArrays, state_tensors, update_sub_group
+from offload.state import state_tensors, update_sub_group
 from offload.step import update
 from offload.store import Store, StoreParts, SwapDirectory
 from offload.transfers import CorruptionError, PageError, SlotTransfers
@@ -39,6 +48,8 @@ from offload.write import write_parameters
 
 __all__ = [
     "Activity",
+    "AdagradScalars",
+    "AdamScalars",
     "AdamWScalars",
     "CorruptionError",
     "DeviceKernels",
@@ -49,10 +60,13 @@ __all__ = [
     "LedgerReport",
     "LedgerSnapshot",
     "Link",
+    "LionScalars",
     "PageError",
     "Pager",
     "PagerFailedError",
     "PagerState",
+    "RoundingKey",
+    "SgdScalars",
     "ShardReader",
     "Slot",
     "SlotState",
@@ -64,6 +78,7 @@ __all__ = [
     "Store",
     "StoreParts",
     "SwapDirectory",
+    "UpdateScalars",
     "add_block_sums",
     "array_at",
     "carve_slots",

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from offload.kernels import AdamWScalars, Kernels
+from offload.kernels import Kernels
+from offload.rules import AdamWScalars
 from tests.support.device_kernels import make_device_kernels
 from tests.support.kernels import (
     HYPERPARAMETERS,
