@@ -15,6 +15,7 @@ from estimators.formats import (
     StateField,
     StateFormat,
     UpdateRule,
+    record_fields,
     record_layout,
 )
 from estimators.layout import (
@@ -67,6 +68,7 @@ __all__ = [
     "flat_layout",
     "minimum_host_bytes",
     "plan_placement",
+    "record_fields",
     "record_layout",
     "shard_bounds",
     "shard_pieces",
