@@ -41,7 +41,7 @@ from offload.rules import (
 from offload.slots import Slot, SlotState, carve_slots
 from offload.spool import Spool, SpooledArray
 from offload.state import state_tensors, update_sub_group
-from offload.step import update
+from offload.step import NamedPiece, Rounding, update
 from offload.store import Store, StoreParts, SwapDirectory
 from offload.transfers import CorruptionError, PageError, SlotTransfers
 from offload.write import write_parameters
@@ -61,10 +61,12 @@ __all__ = [
     "LedgerSnapshot",
     "Link",
     "LionScalars",
+    "NamedPiece",
     "PageError",
     "Pager",
     "PagerFailedError",
     "PagerState",
+    "Rounding",
     "RoundingKey",
     "SgdScalars",
     "ShardReader",

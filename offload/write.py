@@ -13,6 +13,7 @@ import numpy as np
 
 from estimators import ElementType, Section, StateField, StateFormat, SubGroup
 from offload.arrays import array_at, clear_bytes
+from offload.codes import quieted, split_short
 from offload.kernels import Kernels
 from offload.slots import Slot
 from offload.state import state_arrays
@@ -34,7 +35,7 @@ def write_parameters(store: Store, segment: int, masters: Array) -> None:
         PageError: if a transfer failed.
     """
     spec = store.plan.request.segments[segment]
-    state_format = store.plan.request.state_format
+    state_format = store.plan.request.format_of(spec)
     for group in store.plan.by_segment[segment]:
         values = masters[group.start : group.stop]
         raw, kept = encode_masters(store.kernels, spec.element, state_format, values)
@@ -59,11 +60,12 @@ def encode_masters(
         case ElementType.BF16:
             bits, residual = np.empty(values.size, np.uint16), np.empty(values.size, np.int16)
             kernels.split_master(values, bits, residual)
-            if state_format is StateFormat.EXACT:
+            if state_format in (StateFormat.EXACT, StateFormat.BF16):
                 return bits.view(np.uint8), {StateField.RESIDUAL: residual}
-            quieted = np.empty(values.size, np.float32)
-            kernels.join_master(bits, residual, quieted)
-            return bits.view(np.uint8), {StateField.MASTER: quieted}
+            if state_format is StateFormat.COMPACT:
+                short, rest = split_short(quieted(values))
+                return short.view(np.uint8), {StateField.RESIDUAL: rest}
+            return bits.view(np.uint8), {StateField.MASTER: quieted(values)}
         case _:
             raise ValueError(f"parameters cannot be {element.value}")
 

@@ -19,6 +19,7 @@ from estimators import (
     PlacementRequest,
     SegmentSpec,
     Tier,
+    UpdateRule,
     plan_placement,
 )
 from offload import SwapDirectory, load_kernels, process_bytes
@@ -29,6 +30,7 @@ from zero.config.autos import hidden_size_of
 from zero.errors import PlanError
 from zero.optimizer import UpdateGroup, ZeroOptimizer, make_optimizer, update_groups
 from zero.settings import NvmeSettings, Settings
+from zero.state_formats import choose_formats
 from zero.swap_paths import check_paths, describe_paths
 from zero.units import UnitBlueprint, form_units
 
@@ -178,6 +180,7 @@ def make_blueprint(
         settings.gradient_element,
         changes.numels,
         changes.replaced,
+        choose_formats(model, settings),
     )
     request = PlacementRequest(
         segments=tuple(spec for unit in units for spec, _ in unit.segments),
@@ -197,6 +200,7 @@ def make_blueprint(
         slot_count=settings.tiers.slot_count,
         micro_batches=settings.batch.accumulation_steps,
         rates=drive_rates(settings, engine, local_world_size),
+        rule=optimizer.fused.rule if optimizer is not None else UpdateRule.ADAMW,
     )
     budget, source = node_budget(request, settings, local_world_size)
     memory = plan_placement(request, budget)

@@ -35,6 +35,14 @@ class NvmeSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class FormatOverride:
+    """How the state of the parameters whose names match a pattern is stored."""
+
+    pattern: str
+    state_format: StateFormat
+
+
+@dataclass(frozen=True, slots=True)
 class TierSettings:
     """How much of each tier a node gives; None means decided from the machine ("auto")."""
 
@@ -42,6 +50,8 @@ class TierSettings:
     host_memory_bytes: int | None = None
     nvme: tuple[NvmeSettings, ...] = ()
     state_format: StateFormat = StateFormat.EXACT
+    format_overrides: tuple[FormatOverride, ...] = ()
+    rounding_seed: int = 0
     measures_bandwidth: bool = False
     slot_count: int | None = None
     write_burst: int = 0
