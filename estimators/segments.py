@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from estimators.formats import (
     ElementType,
+    GenericRule,
     RecordLayout,
     StateFormat,
     UpdateRule,
@@ -84,12 +85,14 @@ class PlacementRequest:
     """Micro-batches of a step: each reads the parameters twice and adds to the gradients."""
     rates: DriveRates | None = None
     """What the drive can do, measured or given; None weighs reads and writes alike."""
-    rule: UpdateRule = UpdateRule.ADAMW
+    rule: UpdateRule | GenericRule = UpdateRule.ADAMW
     """The optimizer, which decides which moments are stored."""
 
     def format_of(self, segment: SegmentSpec) -> StateFormat:
-        """Return how the state of a segment is stored."""
-        return segment.state_format or self.state_format
+        """Return how the state of a segment is stored; without a kernel it is never lossy."""
+        chosen = segment.state_format or self.state_format
+        is_generic = isinstance(self.rule, GenericRule)
+        return StateFormat.EXACT if is_generic and chosen.is_lossy else chosen
 
     def rounds(self, segment: SegmentSpec) -> bool:
         """Tell whether an update of a segment rounds by random bits."""

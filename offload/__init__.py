@@ -3,6 +3,7 @@
 from offload.arrays import array_at, copy_bytes, tensor_at, tensor_span
 from offload.codes import RoundingKey
 from offload.footprint import disk_bytes, process_bytes, resident_set_bytes
+from offload.generic import GenericStep
 from offload.heap import HeapTrimmer
 from offload.kernels import (
     Kernels,
@@ -54,6 +55,7 @@ __all__ = [
     "CorruptionError",
     "DeviceKernels",
     "Field",
+    "GenericStep",
     "HeapTrimmer",
     "Kernels",
     "Ledger",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from estimators import Extent, Section, SubGroup
 from offload.arrays import array_at, clear_bytes
 from offload.codes import RoundingKey
+from offload.generic import GenericStep
 from offload.kernel_calls import Array
 from offload.ledger import Activity
 from offload.rules import UpdateScalars
@@ -57,7 +58,7 @@ GradientPieces = Sequence[tuple[int, Array]]
 
 def update(
     store: Store,
-    scalars: Sequence[UpdateScalars],
+    scalars: Sequence[UpdateScalars | GenericStep],
     on_segment: Callable[[int], None],
     pieces_of: Callable[[int], GradientPieces | None] = lambda _: None,
     rounding: Rounding | None = None,
@@ -159,7 +160,7 @@ class _Pass:
     """One pass of the update over all sub-groups."""
 
     store: Store
-    scalars: Sequence[UpdateScalars]
+    scalars: Sequence[UpdateScalars | GenericStep]
     rounding: Rounding | None
 
     def __post_init__(self) -> None:
