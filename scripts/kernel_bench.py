@@ -144,7 +144,7 @@ def host_copy(size_bytes: int) -> Try:
 
 
 def host_in_place(size_bytes: int) -> Try:
-    """Return torch's negation in place, which reads and writes the same lines, as an update does."""
+    """Return torch's negation in place: it reads and writes the same lines, as an update does."""
     values = torch.zeros(size_bytes // 4)
 
     def run() -> float:
