@@ -301,7 +301,7 @@ void test_lossy_formats_and_thread_counts_agree() {
       CHECK(states[2].param == states[3].param && states[2].codes == states[3].codes);
       CHECK(states[2].bases == states[3].bases);
       CHECK(states[2].short_residual == states[3].short_residual);
-      CHECK(numel == 0 || states[0].residual != Lossy(numel).residual);
+      CHECK(numel < 100 || states[0].residual != Lossy(numel).residual);
       CHECK(numel < 100 || states[2].short_residual != Lossy(numel).short_residual);
     }
   }

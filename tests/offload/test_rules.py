@@ -30,12 +30,6 @@ SCALARS = {
     "adagrad": AdagradScalars,
     "sgd": SgdScalars,
 }
-    "adamw": AdamWScalars,
-    "adam": AdamScalars,
-    "lion": LionScalars,
-    "adagrad": AdagradScalars,
-    "sgd": SgdScalars,
-}
 CASES = {
     **{name: (name, values) for name, values in HYPERPARAMETERS.items()},
     "sgd, damped": ("sgd", {**HYPERPARAMETERS["sgd"], "nesterov": False, "dampening": 0.1}),
