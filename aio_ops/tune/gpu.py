@@ -50,16 +50,23 @@ class DeviceMemory:
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device)
         self._context = context
         address = ctypes.c_uint64()
-        with self._current():
-            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size_bytes))
-            self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(7), ctypes.c_size_t(size_bytes))
-            self._call("cuCtxSynchronize")
-        self.address = address.value
+        self.address = 0
+        try:
+            with self._current():
+                self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size_bytes))
+                self.address = address.value
+                self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(7), ctypes.c_size_t(size_bytes))
+                self._call("cuCtxSynchronize")
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Give the memory back."""
-        with self._current():
-            self._call("cuMemFree_v2", ctypes.c_uint64(self.address))
+        if self.address:
+            with self._current():
+                self._call("cuMemFree_v2", ctypes.c_uint64(self.address))
+            self.address = 0
         self._call("cuDevicePrimaryCtxRelease_v2", self._device)
 
     @contextlib.contextmanager
