@@ -188,41 +188,14 @@ def test_help_has_an_example() -> None:
 
 
 def test_the_picture_is_labelled_and_nothing_overlaps(disk: Path, tmp_path: Path) -> None:
-    figure_module = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed")
-    figures = []
-
-    class Kept(figure_module.Figure):  # type: ignore[misc,name-defined]
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            figures.append(self)
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from tests.support.pictures import assert_tidy, kept_figures
 
     request = Request((disk,), seconds=0.3, half_bytes=16 * MIB, sustain_s=0.3)
     result = tune(request, lambda directory, phase, standing: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figure_module, "Figure", Kept)
+        figures = kept_figures(patch)
         report.write(result, tmp_path / "tune.png")
     assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
     (figure,) = figures
-    panels = [axes for axes in figure.axes if axes.axison]
-    assert len(panels) == 5
-    boxes = []
-    for axes in panels:
-        assert axes.get_xlabel()
-        assert "(GB/s)" in axes.get_ylabel() or "(ms)" in axes.get_ylabel()
-        assert len([label for label in axes.get_yticklabels() if label.get_text()]) > 1
-        texts = [axes.title, axes.xaxis.label, axes.yaxis.label]
-        shown = axes.get_window_extent().padded(1)
-        texts += [
-            label
-            for label in axes.get_xticklabels()
-            if label.get_text() and shown.containsx(sum(label.get_window_extent().intervalx) / 2)
-        ]
-        legend = axes.get_legend()
-        texts += legend.get_texts() if legend is not None else []
-        boxes += [(text.get_text(), text.get_window_extent()) for text in texts]
-        boxes += [("the curves", axes.get_window_extent())]
-    for index, (name, box) in enumerate(boxes):
-        assert figure.bbox.containsx(box.x0), name
-        assert figure.bbox.containsx(box.x1), name
-        for other, box_other in boxes[index + 1 :]:
-            assert not box.overlaps(box_other), f"{name!r} lies over {other!r}"
+    assert_tidy(figure, 5)
