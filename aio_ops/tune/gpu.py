@@ -89,7 +89,10 @@ class GpuBench:
     def __init__(self, bench: Bench, setting: Setting) -> None:
         self._bench = bench
         self._setting = setting
+        self._movers: dict[Slots, DeviceMover] = {}  # pinning their slots takes long
+        self._closing = contextlib.ExitStack()
         self._memory = DeviceMemory(_DEVICE, _SPANS * _SPAN_BYTES)
+        self._closing.callback(self._memory.close)
 
     def measure(self, slots: Slots, workload: Workload, seconds: float) -> Sample:
         """Move bytes for so long through such slots."""
@@ -99,14 +102,18 @@ class GpuBench:
             DeviceSpan(_DEVICE, self._memory.address + index * _SPAN_BYTES, _SPAN_BYTES, self)
             for index in range(_SPANS)
         ]
-        with open_setting(self._setting) as engine:
+        return self._bench.run(self._mover(slots), spans, workload, seconds)
+
+    def _mover(self, slots: Slots) -> DeviceMover:
+        if slots not in self._movers:
+            engine = self._closing.enter_context(open_setting(self._setting))
             if not isinstance(engine, NativeEngine):
                 raise OSError(f"only native engines move device memory, and this is {engine.name}")
-            with DeviceMover(
-                engine, _DEVICE, slot_bytes=slots.slot_bytes, slot_count=slots.count
-            ) as mover:
-                return self._bench.run(mover, spans, workload, seconds)
+            self._movers[slots] = self._closing.enter_context(
+                DeviceMover(engine, _DEVICE, slot_bytes=slots.slot_bytes, slot_count=slots.count)
+            )
+        return self._movers[slots]
 
     def close(self) -> None:
-        """Give the memory back."""
-        self._memory.close()
+        """Give everything back."""
+        self._closing.close()
