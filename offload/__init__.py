@@ -1,6 +1,15 @@
 """Tiers, slots, pager, state formats and the update: knows shards of tensors, no ranks."""
 
 from offload.arrays import array_at, copy_bytes, tensor_at, tensor_span
+from offload.device import (
+    Device,
+    DeviceMemory,
+    HostDevice,
+    Memory,
+    device_checksums,
+    elements_at,
+    open_cuda_device,
+)
 from offload.footprint import disk_bytes, process_bytes, resident_set_bytes
 from offload.heap import HeapTrimmer
 from offload.kernels import (
@@ -12,6 +21,7 @@ from offload.kernels import (
 )
 from offload.ledger import Activity, Ledger, LedgerSnapshot, Link
 from offload.measure import measure_rates
+from offload.norm import add_in_order, block_squares
 from offload.pager import Pager, PagerFailedError, PagerState
 from offload.ranges import (
     Field,
@@ -34,13 +44,17 @@ __all__ = [
     "Activity",
     "AdamWScalars",
     "CorruptionError",
+    "Device",
+    "DeviceMemory",
     "Field",
     "HeapTrimmer",
+    "HostDevice",
     "Kernels",
     "Ledger",
     "LedgerReport",
     "LedgerSnapshot",
     "Link",
+    "Memory",
     "PageError",
     "Pager",
     "PagerFailedError",
@@ -57,8 +71,12 @@ __all__ = [
     "SwapDirectory",
     "array_at",
     "carve_slots",
+    "add_in_order",
+    "block_squares",
     "copy_bytes",
+    "device_checksums",
     "disk_bytes",
+    "elements_at",
     "ensure_gradient",
     "field_dtype",
     "has_field",
@@ -66,6 +84,7 @@ __all__ = [
     "measure_rates",
     "native_available",
     "native_unavailable_reason",
+    "open_cuda_device",
     "process_bytes",
     "read_range",
     "resident_set_bytes",

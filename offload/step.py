@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from estimators import Extent, Section, SubGroup
 from offload.arrays import array_at, clear_bytes
+from offload.host_view import HostView
 from offload.kernels import AdamWScalars
 from offload.ledger import Activity
 from offload.slots import Slot
@@ -124,11 +125,9 @@ def _update_pieces(
     What lies between the pieces is padding, which is zero and stays so.
     """
     spec = store.plan.request.segments[group.segment]
-    parameter = array_at(
-        store.section_span(group, Section.PARAMETER, slot), spec.element, group.numel
-    )
-    span = store.section_span(group, Section.STATE, slot)
-    state = state_arrays(store.plan, spec, group, span)
+    view = HostView(store, group, slot)
+    parameter = array_at(view.span(Section.PARAMETER), spec.element, group.numel)
+    state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
     with store.ledger.timing(Activity.UPDATE):
         for start, gradient in pieces:
             low, high = max(start, group.start), min(start + gradient.size, group.stop)
@@ -152,17 +151,22 @@ def _update_group(
     store: Store, group: SubGroup, scalars: Sequence[AdamWScalars], slot: Slot | None
 ) -> None:
     spec = store.plan.request.segments[group.segment]
-    gradient = store.section_span(group, Section.GRADIENT, slot)
-    if not store.has_gradient(group.segment):
+    view = HostView(store, group, slot, store.staging)
+    has_gradient = store.has_gradient(group.segment)
+    gradient = view.span(Section.GRADIENT, reads=has_gradient)
+    if not has_gradient:
         clear_bytes(gradient)
+    parameter, state = view.span(Section.PARAMETER), view.span(Section.STATE)
     with store.ledger.timing(Activity.UPDATE):
         update_sub_group(
             store.kernels,
-            array_at(store.section_span(group, Section.PARAMETER, slot), spec.element, group.numel),
+            array_at(parameter, spec.element, group.numel),
             array_at(gradient, spec.gradient, group.numel),
-            state_arrays(store.plan, spec, group, store.section_span(group, Section.STATE, slot)),
+            state_arrays(store.plan, spec, group, state),
             scalars[spec.param_group],
         )
+    view.put_back(Section.PARAMETER)
+    view.put_back(Section.STATE)
     store.ledger.note("update", _name(store, group))
     store.count_uses(group)
     if slot is None or store.pager is None:

@@ -38,6 +38,8 @@ class NvmeSettings:
 class TierSettings:
     """How much of each tier a node gives; None means decided from the machine ("auto")."""
 
+    device: str = "auto"
+    """Where the model computes: "cpu", "cuda", or "auto"."""
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     nvme: tuple[NvmeSettings, ...] = ()

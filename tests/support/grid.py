@@ -114,7 +114,7 @@ def run_cell(cell: dict[str, Any], nvme_path: str) -> dict[str, Any]:
         )
     final = full_parameters(engine)
     outcome["digest"] = digest(final)
-    if cell["dtype"] == "fp32":
+    if cell["dtype"] == "fp32" and engine.device.type == "cpu":
         outcome["torch_difference"] = torch_difference(cell, engine.world_size, final)
     engine.destroy()
     return outcome
@@ -127,7 +127,8 @@ def run_step(
     written = set(engine._runtime.store.written_states)
     io_before, before = process_io_bytes(), engine.ledger.snapshot()
     for micro in range(accumulation):
-        loss = engine(*make_batch(step * accumulation + micro, engine.global_rank))
+        batch = make_batch(step * accumulation + micro, engine.global_rank)
+        loss = engine(*(each.to(engine.device) for each in batch))
         engine.backward(loss)
         outcome["losses"].append(loss.item())
     observing = engine.ledger.snapshot()

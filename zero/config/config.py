@@ -166,6 +166,7 @@ class ZeroConfig(Document):
     def _tier_settings(self) -> TierSettings:
         tiers = self.tiers or Tiers()
         return TierSettings(
+            device=tiers.device,
             device_memory_bytes=tiers.device_memory,
             host_memory_bytes=tiers.host_memory,
             nvme=self.nvme_paths(),

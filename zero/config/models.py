@@ -47,6 +47,11 @@ class NvmePath(Section):
 class Tiers(Section):
     """How much of each tier a node gives (ours; the field has nothing like it)."""
 
+    device: Annotated[str, Choice(words=("auto", "cpu", "cuda"))] = key(
+        "where the model computes: auto is a CUDA device where torch finds one, else the processor",
+        default="auto",
+        auto=Auto.MACHINE,
+    )
     device_memory: Annotated[int | None, ByteSize(auto=True)] = key(
         "device memory of the node for state", default=None, auto=Auto.MACHINE
     )
