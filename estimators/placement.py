@@ -92,9 +92,7 @@ def _full_slot_bytes(request: PlacementRequest) -> int:
     """Return the slot that the configured sub-group size alone would ask for."""
     largest = 0
     for segment in request.segments:
-        numel = min(
-            sub_group_cap(request, segment), segment.layout(request.world_size).shard_numel
-        )
+        numel = min(sub_group_cap(request, segment), segment.layout(request.world_size).shard_numel)
         largest = max(largest, staged_bytes(request, segment, numel))
     return min(largest, max(SLOT_TARGET_BYTES, _smallest_slot_bytes(request)))
 

@@ -19,9 +19,14 @@ from offload.kernels import (
     native_available,
     native_unavailable_reason,
 )
+from offload.kernels_device import (
+    DeviceKernels,
+    add_block_sums,
+    load_device_kernels,
+    triton_unavailable_reason,
+)
 from offload.ledger import Activity, Ledger, LedgerSnapshot, Link
 from offload.measure import measure_rates
-from offload.norm import add_in_order, block_squares
 from offload.pager import Pager, PagerFailedError, PagerState
 from offload.ranges import (
     Field,
@@ -35,6 +40,7 @@ from offload.ranges import (
 from offload.report import LedgerReport, StepRecord
 from offload.slots import Slot, SlotState, carve_slots
 from offload.spool import Spool, SpooledArray
+from offload.state import StateArrays, state_tensors, update_sub_group
 from offload.step import update
 from offload.store import Store, StoreParts, SwapDirectory
 from offload.transfers import CorruptionError, PageError, SlotTransfers
@@ -45,6 +51,7 @@ __all__ = [
     "AdamWScalars",
     "CorruptionError",
     "Device",
+    "DeviceKernels",
     "DeviceMemory",
     "Field",
     "HeapTrimmer",
@@ -65,14 +72,14 @@ __all__ = [
     "SlotTransfers",
     "Spool",
     "SpooledArray",
+    "StateArrays",
     "StepRecord",
     "Store",
     "StoreParts",
     "SwapDirectory",
+    "add_block_sums",
     "array_at",
     "carve_slots",
-    "add_in_order",
-    "block_squares",
     "copy_bytes",
     "device_checksums",
     "disk_bytes",
@@ -80,6 +87,7 @@ __all__ = [
     "ensure_gradient",
     "field_dtype",
     "has_field",
+    "load_device_kernels",
     "load_kernels",
     "measure_rates",
     "native_available",
@@ -88,9 +96,12 @@ __all__ = [
     "process_bytes",
     "read_range",
     "resident_set_bytes",
+    "state_tensors",
     "tensor_at",
     "tensor_span",
+    "triton_unavailable_reason",
     "update",
+    "update_sub_group",
     "write_parameters",
     "write_range",
 ]

@@ -180,8 +180,8 @@ class CudaDevice(Device):
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
-        self._in = torch.cuda.Stream(self.torch_device)
-        self._out = torch.cuda.Stream(self.torch_device)
+        self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def copy(self, source: Memory, target: Memory, after: Fence = PASSED) -> Fence:
         """Copy on the stream of the direction; within the device in the order of its work."""
@@ -203,7 +203,7 @@ class CudaDevice(Device):
             stream.wait_event(after.event)
         with torch.cuda.stream(stream):
             _bytes(target).copy_(_bytes(source), non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return _CudaFence(event)
 
@@ -241,7 +241,7 @@ class _CudaFence(Fence):
         self.event.synchronize()
 
     def done(self) -> bool:
-        return self.event.query()
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 def _bytes(memory: Memory) -> torch.Tensor:

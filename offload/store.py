@@ -19,9 +19,19 @@ from estimators import (
 )
 from estimators.records import section_bytes
 from offload.arrays import clear_bytes
-from offload.device import PASSED, Device, Fence, HostDevice, Memory, clear_memory, elements_at, last_of
+from offload.device import (
+    PASSED,
+    Device,
+    Fence,
+    HostDevice,
+    Memory,
+    clear_memory,
+    elements_at,
+    last_of,
+)
 from offload.heap import HeapTrimmer
 from offload.kernels import Kernels
+from offload.kernels_device import DeviceKernels, load_device_kernels
 from offload.ledger import Ledger
 from offload.pager import Pager, PagerFailedError
 from offload.residents import Residents
@@ -88,6 +98,8 @@ class Store:
         self.ledger = parts.ledger
         self.kernels = parts.kernels
         self.device = parts.device
+        self.device_kernels: DeviceKernels = load_device_kernels(parts.device.torch_device)
+        """For what lies on a device that is not the host."""
         self.heap = HeapTrimmer()
         """Who frees much of what this store's users unshard or copy says so here."""
         self._engine = parts.engine

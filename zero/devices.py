@@ -30,8 +30,8 @@ def open_device(wanted: str) -> Device:
     index = int(local_rank) if local_rank.isdigit() else torch.cuda.current_device()
     if index >= torch.cuda.device_count():
         raise ConfigError(
-            f"LOCAL_RANK is {index}, but torch finds {torch.cuda.device_count()} CUDA devices; start"
-            ' as many ranks a node as it has devices, or set tiers.device to "cpu"'
+            f"LOCAL_RANK is {index}, but torch finds {torch.cuda.device_count()} CUDA devices;"
+            ' start as many ranks a node as it has devices, or set tiers.device to "cpu"'
         )
     return open_cuda_device(index)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from estimators.summary import GRADIENT_SCRATCH
-from offload import Kernels, Ledger, Store, add_in_order, array_at, block_squares, tensor_span
+from offload import Kernels, Ledger, Store, add_block_sums, array_at, tensor_span
 from offload.arrays import torch_dtype
 from offload.device import PASSED, Fence
 from offload.ledger import Activity
@@ -234,6 +234,7 @@ class GradientReducer:
 
     def _note_device_squares(self, segment: Segment, shard: torch.Tensor) -> None:
         """Sum the squares where the gradients are; the host asks for them at the step."""
+        kernels = self._store.device_kernels
         for member in segment.members:
             self._squares[member.order] = 0.0
             self._device_squares.pop(member.order, None)
@@ -241,15 +242,16 @@ class GradientReducer:
             if piece.numel:
                 values = shard[piece.start : piece.start + piece.numel]
                 order = segment.members[piece.index].order
-                self._device_squares[order] = block_squares(values, piece.first)
+                self._device_squares[order] = kernels.block_sums(values, piece.first)
 
     def _fetch_squares(self) -> None:
         """Bring the sums of all blocks to the host at once, and add those of each parameter."""
         if not self._device_squares:
             return
-        sums = torch.cat(list(self._device_squares.values())).cpu().numpy()
+        sums = torch.cat(list(self._device_squares.values())).tolist()
         start = 0
         for order, blocks in self._device_squares.items():
-            self._squares[order] = add_in_order(sums[start : start + blocks.numel()])
-            start += blocks.numel()
+            stop = start + blocks.numel()
+            self._squares[order] = add_block_sums(sums[start:stop])
+            start = stop
         self._device_squares.clear()

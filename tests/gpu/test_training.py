@@ -24,9 +24,9 @@ CELLS = [cell for cell in cells() if cell["clip"]]
 @pytest.fixture(autouse=True)
 def same_bits_each_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(mode=False)
 
 
 _RESIDENT: dict[tuple[Any, ...], dict[str, Any]] = {}
