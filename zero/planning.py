@@ -177,11 +177,7 @@ def make_blueprint(
     """Decide units and placement, and check that the disk can hold the plan."""
     changes = changes or Changes()
     device = open_device(settings.tiers.device)
-    if world_size > 1 and not device.is_host:
-        raise ConfigError(
-            f"{world_size} ranks cannot train on {device.torch_device.type} in this version; start"
-            ' one rank, or set tiers.device to "cpu"'
-        )
+    _check_ranks(device, world_size)
     groups = update_groups(optimizer, changes.births)
     units = form_units(
         model,
@@ -226,6 +222,14 @@ def make_blueprint(
         rss_at_start_bytes=process_bytes("VmRSS")["VmRSS"],
     )
     return Blueprint(settings, plan, units, optimizer, device, groups)
+
+
+def _check_ranks(device: Device, world_size: int) -> None:
+    if world_size > 1 and not device.is_host:
+        raise ConfigError(
+            f"{world_size} ranks cannot train on {device.torch_device.type} in this version; start"
+            ' one rank, or set tiers.device to "cpu"'
+        )
 
 
 def _swap_directories(
