@@ -14,6 +14,9 @@ STAGED_BYTES = 64 << 20
 
 _STAGED_ALIGNMENT_BYTES = 4096
 
+DEVICE_BUFFER_COUNT = 3
+"""Buffers on a device that updates: one is copied in, one updated, one copied out."""
+
 
 class Section(enum.IntEnum):
     """A part of a sub-group that rests and moves on its own, in the order that an extent has them.
@@ -148,7 +151,7 @@ def sub_group_cap(request: PlacementRequest, segment: SegmentSpec) -> int:
 
 def host_staging_bytes(request: PlacementRequest) -> int:
     """Return the host memory that the processor needs to update what rests on a device."""
-    if request.device_is_host or not request.trains:
+    if request.device_is_host or request.update_on_device or not request.trains:
         return 0
     lowest = lowest_tiers(request)
     return max(
@@ -165,3 +168,16 @@ def host_staging_bytes(request: PlacementRequest) -> int:
         ),
         default=0,
     )
+
+
+def staged_offsets(
+    request: PlacementRequest, segment: SegmentSpec, group: SubGroup
+) -> dict[Section, int]:
+    """Return where the sections of a sub-group that do not rest on the device lie in a buffer."""
+    offsets = {}
+    end = 0
+    for section, size in section_bytes(request, segment, group.numel).items():
+        if group.tier(section) is not Tier.DEVICE:
+            offsets[section] = end
+            end = align_up(end + size, _STAGED_ALIGNMENT_BYTES)
+    return offsets

@@ -8,7 +8,14 @@ from functools import cached_property
 from typing import assert_never
 
 from estimators.layout import align_up
-from estimators.records import Section, SubGroup, host_staging_bytes, section_bytes
+from estimators.records import (
+    DEVICE_BUFFER_COUNT,
+    Section,
+    SubGroup,
+    host_staging_bytes,
+    section_bytes,
+    staged_offsets,
+)
 from estimators.segments import PlacementRequest, Tier
 
 LIVE_PARAMETERS = "parameters unsharded (peak)"
@@ -178,6 +185,21 @@ class MemoryPlan:
         return max(copies, default=0) + max(kept, default=0)
 
     @property
+    def device_buffer_bytes(self) -> int:
+        """Bytes of one of the buffers through which a device updates what rests elsewhere."""
+        request = self.request
+        if not request.update_on_device:
+            return 0
+        ends = [0]
+        for group in self.sub_groups:
+            if group.tier(Section.STATE) is not None:
+                segment = request.segments[group.segment]
+                sizes = section_bytes(request, segment, group.numel)
+                offsets = staged_offsets(request, segment, group)
+                ends += [offset + sizes[section] for section, offset in offsets.items()]
+        return resident_bytes(max(ends))
+
+    @property
     def start_excess_bytes(self) -> int:
         """Bytes that setting the parameters at the start takes beyond what a step does."""
         return max(self.request.start_bytes - self._step_bytes, 0)
@@ -185,9 +207,10 @@ class MemoryPlan:
     @property
     def _step_bytes(self) -> int:
         """Peak bytes of what comes and goes in a step."""
-        return (
+        passing = (
             self.live_parameter_bytes + self.gradient_scratch_bytes + self.collective_scratch_bytes
         )
+        return max(passing, DEVICE_BUFFER_COUNT * self.device_buffer_bytes)
 
     @property
     def host_bytes(self) -> int:

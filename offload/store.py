@@ -117,6 +117,8 @@ class Store:
         """Where the processor updates what rests on a device that is not the host."""
         if plan.staging_bytes:
             self.staging = parts.device.arena(plan.staging_bytes).whole()
+        self.update_fence: Fence = PASSED
+        """The last copy out to host memory of an update on a device."""
         self._gradient_fences: dict[int, Fence] = {}
         """The last copy out of gradients to host memory, by segment; [Note: copies]."""
         self.slot_arena = _slot_arena(plan, parts)
@@ -181,14 +183,14 @@ class Store:
                 following = groups[position + 1 :] if accumulate else ()
                 slot = self._lend_gradient(group, following, accumulate=accumulate)
                 stored = slot.section(Section.GRADIENT).sub(0, size)
-                slot.fence = self._accumulate(group, stored, part, accumulate=accumulate)
+                slot.fence = _accumulate(self, group, stored, part, accumulate=accumulate)
                 fence = last_of(fence, slot.fence)
                 self._require_pager().page_out(slot, _GRADIENT)
                 continue
             resident = self.residents.part(Section.GRADIENT, group)
-            done = self._accumulate(group, resident, part, accumulate=accumulate)
+            done = _accumulate(self, group, resident, part, accumulate=accumulate)
             fence = last_of(fence, done)
-            _count_use(self.ledger, Section.GRADIENT, group, size)
+            count_use(self.ledger, Section.GRADIENT, group, size)
         self._gradient_fences[segment] = fence
         self._has_gradient[segment] = True
         return fence
@@ -220,6 +222,11 @@ class Store:
     def drop_gradients(self) -> None:
         """Forget all gradients of the current accumulation window."""
         self._has_gradient = [False] * len(self._has_gradient)
+        self._gradient_fences.clear()
+
+    def gradient_fence(self, segment: int) -> Fence:
+        """Return the fence behind all that was copied out to a segment's memory on the host."""
+        return last_of(self.update_fence, self._gradient_fences.get(segment, PASSED))
 
     def note_gradient(self, segment: int) -> None:
         """Remember that a segment has gradients, which somebody else keeps."""
@@ -259,12 +266,10 @@ class Store:
             return slot.section(section)
         return self.residents.part(section, group)
 
-    def count_uses(self, group: SubGroup) -> None:
-        """Count the bytes of a sub-group that its update used where they rest, in memory."""
+    def section_bytes(self, group: SubGroup) -> dict[Section, int]:
+        """Return the bytes of each section of a sub-group, unpadded."""
         spec = self.plan.request.segments[group.segment]
-        for section, size in section_bytes(self.plan.request, spec, group.numel).items():
-            if not group.on_nvme(section):
-                _count_use(self.ledger, section, group, size)
+        return section_bytes(self.plan.request, spec, group.numel)
 
     # Internals
 
@@ -272,16 +277,15 @@ class Store:
         """Copy parameters or gradients of a whole segment into `target`."""
         groups = self.plan.by_segment[segment]
         fence = PASSED
-        earlier = (
-            self._gradient_fences.get(segment, PASSED) if section is Section.GRADIENT else PASSED
-        )
+        is_gradient = section is Section.GRADIENT
+        earlier = self.gradient_fence(segment) if is_gradient else self.update_fence
         for position, group in enumerate(groups):
             start, size = _byte_range(self.plan, group, section)
             part = target.sub(start, size)
             if not group.on_nvme(section):
                 resident = self.residents.part(section, group)
                 fence = last_of(fence, self.device.copy(resident, part, earlier))
-                _count_use(self.ledger, section, group, size)
+                count_use(self.ledger, section, group, size)
                 continue
             pager = self._require_pager()
             following = _sections_on_nvme(groups[position + 1 :], section)
@@ -290,23 +294,6 @@ class Store:
             fence = last_of(fence, slot.fence)
             pager.release(slot)
         return fence
-
-    def _accumulate(
-        self, group: SubGroup, stored: Memory, part: Memory, *, accumulate: bool
-    ) -> Fence:
-        """Add what is stored of the gradients of a sub-group to `part`, and store the sum."""
-        if accumulate:
-            element = self.plan.request.segments[group.segment].gradient
-            earlier = stored
-            if isinstance(stored, Span) and not isinstance(part, Span):
-                scratch = self.device.empty(part.size_bytes, torch.uint8)
-                earlier = self.device.memory_of(scratch)
-                before = self._gradient_fences.get(group.segment, PASSED)
-                self.device.join(self.device.copy(stored, earlier, before))
-            numel = part.size_bytes // element.size_bytes
-            # One rounding an element, in the gradient's type.
-            elements_at(part, element, numel).add_(elements_at(earlier, element, numel))
-        return self.device.copy(part, stored)
 
     def _require_pager(self) -> Pager:
         if self.pager is None:
@@ -321,6 +308,24 @@ class Store:
             return self._require_pager().blank(_extent(group))
         ahead = _sections_on_nvme(following, Section.GRADIENT)
         return self._require_pager().page_in(_extent(group), _GRADIENT, ahead)
+
+
+def _accumulate(
+    store: Store, group: SubGroup, stored: Memory, part: Memory, *, accumulate: bool
+) -> Fence:
+    """Add what is stored of the gradients of a sub-group to `part`, and store the sum."""
+    if accumulate:
+        element = store.plan.request.segments[group.segment].gradient
+        earlier = stored
+        if isinstance(stored, Span) and not isinstance(part, Span):
+            scratch = store.device.empty(part.size_bytes, torch.uint8)
+            earlier = store.device.memory_of(scratch)
+            before = store.gradient_fence(group.segment)
+            store.device.join(store.device.copy(stored, earlier, before))
+        numel = part.size_bytes // element.size_bytes
+        # One rounding an element, in the gradient's type.
+        elements_at(part, element, numel).add_(elements_at(earlier, element, numel))
+    return store.device.copy(part, stored)
 
 
 def _measure_schedule(engine: Engine, file: TransferFile, arena: HostArena) -> None:
@@ -376,7 +381,8 @@ def _byte_range(plan: MemoryPlan, group: SubGroup, section: Section) -> tuple[in
     return group.start * element.size_bytes, group.numel * element.size_bytes
 
 
-def _count_use(ledger: Ledger, section: Section, group: SubGroup, size_bytes: int) -> None:
+def count_use(ledger: Ledger, section: Section, group: SubGroup, size_bytes: int) -> None:
+    """Count the bytes of a section that were used where they rest, in memory."""
     tier = group.tier(section)
     if tier is not None:
         ledger.used_in_place(tier, section, size_bytes)

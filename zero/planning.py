@@ -206,6 +206,7 @@ def make_blueprint(
         micro_batches=settings.batch.accumulation_steps,
         rates=drive_rates(settings, engine, local_world_size),
         device_is_host=device.is_host,
+        update_on_device=not device.is_host and settings.tiers.update_device != "cpu",
     )
     budget, source = node_budget(request, settings, local_world_size)
     memory = plan_placement(request, budget)

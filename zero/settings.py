@@ -44,6 +44,8 @@ class TierSettings:
     host_memory_bytes: int | None = None
     nvme: tuple[NvmeSettings, ...] = ()
     state_format: StateFormat = StateFormat.EXACT
+    update_device: str = "auto"
+    """Where the optimizer runs: "cpu", "device", or "auto"."""
     measures_bandwidth: bool = False
     slot_count: int | None = None
     write_burst: int = 0

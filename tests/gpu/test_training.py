@@ -19,6 +19,7 @@ from tests.support.tiny import make_batch, make_model
 pytestmark = pytest.mark.gpu
 
 CELLS = [cell for cell in cells() if cell["clip"]]
+CELLS += [{**cell, "update_device": "cpu"} for cell in CELLS if cell["accumulation"] == 4]
 
 
 @pytest.fixture(autouse=True)
@@ -35,14 +36,15 @@ _RESIDENT: dict[tuple[Any, ...], dict[str, Any]] = {}
 def resident(cell: dict[str, Any], scratch: Path) -> dict[str, Any]:
     key = (cell["dtype"], cell["accumulation"], cell["clip"])
     if key not in _RESIDENT:
-        plain = {**cell, "device": "none", "with_parameters": False}
+        plain = {**cell, "device": "none", "with_parameters": False, "update_device": "auto"}
         _RESIDENT[key] = run_cell(plain, str(scratch))
     return _RESIDENT[key]
 
 
 def cell_name(cell: dict[str, Any]) -> str:
     what = "all" if cell["with_parameters"] else "optimizer"
-    return f"{cell['device']}-{what}-x{cell['accumulation']}-{cell['dtype']}"
+    name = f"{cell['device']}-{what}-x{cell['accumulation']}-{cell['dtype']}"
+    return f"{name}-{cell.get('update_device', 'auto')}"
 
 
 @pytest.mark.nvme

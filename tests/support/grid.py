@@ -51,7 +51,16 @@ def cells() -> list[dict[str, Any]]:
 
 
 def cell_config(cell: dict[str, Any], world_size: int, nvme_path: str) -> dict[str, Any]:
-    """Return the configuration of a cell; nvme cells get exactly two slots a rank."""
+    """Return the configuration of a cell; nvme cells get exactly two slots a rank.
+
+    `update_device` may be added to a cell.
+    """
+    config = _tier_config(cell, world_size, nvme_path)
+    config["tiers"]["update_device"] = cell.get("update_device", "auto")
+    return config
+
+
+def _tier_config(cell: dict[str, Any], world_size: int, nvme_path: str) -> dict[str, Any]:
     optimizer = cell["device"]
     parameters = cell["device"] if cell["with_parameters"] else "none"
     common = {

@@ -1,8 +1,9 @@
 """A device whose copies are late: what does not wait for them sees NaN.
 
 Its memory is host memory, kept apart. A copy fills its target with 0xFF, which is NaN in every
-floating-point type, and is made when somebody waits for its fence or joins it, with all earlier
-ones of its direction. Whether a copy has ended without that is decided by chance.
+floating-point type (unless it must begin after another copy), and is made when somebody waits for
+its fence or joins it, with all earlier ones of its direction. Whether a copy has ended without that
+is decided by chance.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class SimulatedDevice(Device):
             return PASSED
         way = "in" if isinstance(source, Span) else "out"
         self.copied_bytes[way] += source.size_bytes
-        _span(target).view()[:] = b"\xff" * target.size_bytes
+        if after is PASSED or (isinstance(after, _Late) and after.is_over):
+            _span(target).view()[:] = b"\xff" * target.size_bytes
         fence = _Late(self, self._queues[way], source, target, after)
         self._queues[way].append(fence)
         return fence

@@ -171,6 +171,7 @@ class ZeroConfig(Document):
             host_memory_bytes=tiers.host_memory,
             nvme=self.nvme_paths(),
             state_format=StateFormat(tiers.state_format),
+            update_device=tiers.update_device,
             measures_bandwidth=tiers.measure_bandwidth,
             slot_count=tiers.slot_count,
             write_burst=tiers.write_burst,
