@@ -8,7 +8,13 @@ from estimators.field import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from estimators.formats import ElementType, StateField, StateFormat, record_layout
+from estimators.formats import (
+    ElementType,
+    RecordLayout,
+    StateField,
+    StateFormat,
+    record_layout,
+)
 from estimators.layout import (
     SHARD_ALIGNMENT_NUMEL,
     FlatLayout,
@@ -38,6 +44,7 @@ __all__ = [
     "PlacementRequest",
     "PlanError",
     "PlanRow",
+    "RecordLayout",
     "Section",
     "SegmentSpec",
     "SlotPlan",

@@ -20,9 +20,11 @@ from estimators.records import (
     Extent,
     Section,
     SubGroup,
+    host_staging_bytes,
     lowest_tiers,
     section_bytes,
     staged_bytes,
+    sub_group_cap,
 )
 from estimators.segments import PlacementRequest, SegmentSpec, Tier
 from estimators.summary import (
@@ -90,7 +92,7 @@ def _full_slot_bytes(request: PlacementRequest) -> int:
     """Return the slot that the configured sub-group size alone would ask for."""
     largest = 0
     for segment in request.segments:
-        numel = min(request.sub_group_numel, segment.layout(request.world_size).shard_numel)
+        numel = min(sub_group_cap(request, segment), segment.layout(request.world_size).shard_numel)
         largest = max(largest, staged_bytes(request, segment, numel))
     return min(largest, max(SLOT_TARGET_BYTES, _smallest_slot_bytes(request)))
 
@@ -108,17 +110,22 @@ def _smallest_slot_bytes(request: PlacementRequest) -> int:
 
 
 def in_play_bytes(request: PlacementRequest) -> int:
-    """Return the host bytes that hold everything which may leave the device."""
-    return _whole_bytes(request, (Tier.HOST, Tier.NVME))
+    """Return the host bytes that hold everything which may leave the device, and staging."""
+    return _whole_bytes(request, (Tier.HOST, Tier.NVME)) + host_staging_bytes(request)
 
 
 def minimum_host_bytes(request: PlacementRequest) -> int:
     """Return the smallest host budget of one rank that `plan_placement` takes."""
-    must_stay = _whole_bytes(request, (Tier.HOST,))
+    must_stay = _must_stay_bytes(request)
     if Tier.NVME not in lowest_tiers(request).values():
         return must_stay
     paging = must_stay + _smallest_slot_bytes(request)
     return paging if _is_capped(request) else min(paging, in_play_bytes(request))
+
+
+def _must_stay_bytes(request: PlacementRequest) -> int:
+    """Return the host bytes that no slot can replace: what may not page, and staging."""
+    return _whole_bytes(request, (Tier.HOST,)) + host_staging_bytes(request)
 
 
 def plan_slots(request: PlacementRequest, host_bytes: int) -> SlotPlan:
@@ -165,13 +172,13 @@ def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
     ]
     slots = SlotPlan(0, 0)
     if _pages(request, budget):
-        must_stay = _whole_bytes(request, (Tier.HOST,))
-        slots = plan_slots(request, budget.host_bytes - must_stay)
+        slots = plan_slots(request, budget.host_bytes - _must_stay_bytes(request))
         parts = [
             [_Part(index, start, stop) for start, stop in bounds]
             for index, bounds in enumerate(_cut(request, slots))
         ]
-    _Pinning(request, budget.host_bytes - slots.total_bytes).run(parts)
+    staging_bytes = host_staging_bytes(request)
+    _Pinning(request, budget.host_bytes - slots.total_bytes - staging_bytes).run(parts)
     sub_groups, swap_bytes = _build_sub_groups(request, parts)
     plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes)
     _check_other_tiers(plan, budget)
@@ -190,7 +197,7 @@ def _check_host(request: PlacementRequest, budget: Budget) -> None:
     needed = minimum_host_bytes(request)
     if budget.host_bytes >= needed:
         return
-    must_stay = _whole_bytes(request, (Tier.HOST,))
+    must_stay = _must_stay_bytes(request)
     what = f"{must_stay} bytes of state offloaded to cpu" if must_stay else ""
     if needed > must_stay:
         slot = f"{needed - must_stay} bytes for the smallest staging slot of this model"
@@ -255,7 +262,7 @@ def _cut(request: PlacementRequest, slots: SlotPlan | None) -> list[list[tuple[i
     cuts = []
     for segment in request.segments:
         shard_numel = segment.layout(request.world_size).shard_numel
-        cap = max(min(request.sub_group_numel, shard_numel), SHARD_ALIGNMENT_NUMEL)
+        cap = sub_group_cap(request, segment)
         if slots is not None and staged_bytes(request, segment, SHARD_ALIGNMENT_NUMEL):
             cap = largest_fitting_numel(request, segment, slots.size_bytes, cap)
         cuts.append(split_evenly_bounded(shard_numel, cap))

@@ -8,12 +8,20 @@ from functools import cached_property
 from typing import assert_never
 
 from estimators.layout import align_up
-from estimators.records import Section, SubGroup, section_bytes
+from estimators.records import (
+    DEVICE_BUFFER_COUNT,
+    Section,
+    SubGroup,
+    host_staging_bytes,
+    section_bytes,
+    staged_offsets,
+)
 from estimators.segments import PlacementRequest, Tier
 
 LIVE_PARAMETERS = "parameters unsharded (peak)"
 GRADIENT_SCRATCH = "gradients unsharded (peak)"
 COLLECTIVE_SCRATCH = "collectives (peak)"
+STAGING = "staging of the update"
 START_EXCESS = "setting parameters at the start (peak beyond a step's)"
 
 HEAP_KEPT_BYTES = 32 << 20
@@ -115,8 +123,10 @@ class MemoryPlan:
 
     def is_in_place(self, segment: int) -> bool:
         """Tell whether the flat buffer of a segment is its shard: nothing is ever freed."""
-        tier = self.segment_tier(segment, Section.PARAMETER)
-        return self.request.world_size == 1 and tier is not Tier.NVME
+        usable = (Tier.DEVICE, Tier.HOST) if self.request.device_is_host else (Tier.DEVICE,)
+        return self.request.world_size == 1 and all(
+            group.tier(Section.PARAMETER) in usable for group in self.by_segment[segment]
+        )
 
     def _window_bytes(self, sizes: Sequence[int]) -> int:
         """Return the bytes of what is live at once: the root unit and two others."""
@@ -175,6 +185,21 @@ class MemoryPlan:
         return max(copies, default=0) + max(kept, default=0)
 
     @property
+    def device_buffer_bytes(self) -> int:
+        """Bytes of one of the buffers through which a device updates what rests elsewhere."""
+        request = self.request
+        if not request.update_on_device:
+            return 0
+        ends = [0]
+        for group in self.sub_groups:
+            if group.tier(Section.STATE) is not None:
+                segment = request.segments[group.segment]
+                sizes = section_bytes(request, segment, group.numel)
+                offsets = staged_offsets(request, segment, group)
+                ends += [offset + sizes[section] for section, offset in offsets.items()]
+        return resident_bytes(max(ends))
+
+    @property
     def start_excess_bytes(self) -> int:
         """Bytes that setting the parameters at the start takes beyond what a step does."""
         return max(self.request.start_bytes - self._step_bytes, 0)
@@ -182,16 +207,21 @@ class MemoryPlan:
     @property
     def _step_bytes(self) -> int:
         """Peak bytes of what comes and goes in a step."""
-        return (
+        passing = (
             self.live_parameter_bytes + self.gradient_scratch_bytes + self.collective_scratch_bytes
         )
+        return max(passing, DEVICE_BUFFER_COUNT * self.device_buffer_bytes)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that the host arena takes: slots and everything resident there."""
-        return self.slots.total_bytes + sum(
-            self.resident_section_bytes(Tier.HOST, section) for section in Section
-        )
+        """Bytes that the host arenas take: slots, staging and everything resident there."""
+        resident = sum(self.resident_section_bytes(Tier.HOST, section) for section in Section)
+        return self.slots.total_bytes + self.staging_bytes + resident
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of host memory in which the processor updates what rests on a device."""
+        return host_staging_bytes(self.request)
 
     @property
     def device_bytes(self) -> int:
@@ -215,6 +245,7 @@ class MemoryPlan:
         rows.append(PlanRow(Tier.DEVICE, COLLECTIVE_SCRATCH, self.collective_scratch_bytes))
         rows.append(PlanRow(Tier.DEVICE, START_EXCESS, self.start_excess_bytes))
         rows.append(PlanRow(Tier.HOST, f"slots ({self.slots.count})", self.slots.total_bytes))
+        rows.append(PlanRow(Tier.HOST, STAGING, self.staging_bytes))
         rows.extend(
             PlanRow(Tier.NVME, f"{section.name.lower()}s", self.nvme_section_bytes(section))
             for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)

@@ -1,6 +1,15 @@
 """Tiers, slots, pager, state formats and the update: knows shards of tensors, no ranks."""
 
 from offload.arrays import array_at, copy_bytes, tensor_at, tensor_span
+from offload.device import (
+    Device,
+    DeviceMemory,
+    HostDevice,
+    Memory,
+    device_checksums,
+    elements_at,
+    open_cuda_device,
+)
 from offload.footprint import disk_bytes, process_bytes, resident_set_bytes
 from offload.heap import HeapTrimmer
 from offload.kernels import (
@@ -9,6 +18,12 @@ from offload.kernels import (
     load_kernels,
     native_available,
     native_unavailable_reason,
+)
+from offload.kernels_device import (
+    DeviceKernels,
+    add_block_sums,
+    load_device_kernels,
+    triton_unavailable_reason,
 )
 from offload.ledger import Activity, Ledger, LedgerSnapshot, Link
 from offload.measure import measure_rates
@@ -25,6 +40,7 @@ from offload.ranges import (
 from offload.report import LedgerReport, StepRecord
 from offload.slots import Slot, SlotState, carve_slots
 from offload.spool import Spool, SpooledArray
+from offload.state import StateArrays, state_tensors, update_sub_group
 from offload.step import update
 from offload.store import Store, StoreParts, SwapDirectory
 from offload.transfers import CorruptionError, PageError, SlotTransfers
@@ -34,13 +50,18 @@ __all__ = [
     "Activity",
     "AdamWScalars",
     "CorruptionError",
+    "Device",
+    "DeviceKernels",
+    "DeviceMemory",
     "Field",
     "HeapTrimmer",
+    "HostDevice",
     "Kernels",
     "Ledger",
     "LedgerReport",
     "LedgerSnapshot",
     "Link",
+    "Memory",
     "PageError",
     "Pager",
     "PagerFailedError",
@@ -51,27 +72,36 @@ __all__ = [
     "SlotTransfers",
     "Spool",
     "SpooledArray",
+    "StateArrays",
     "StepRecord",
     "Store",
     "StoreParts",
     "SwapDirectory",
+    "add_block_sums",
     "array_at",
     "carve_slots",
     "copy_bytes",
+    "device_checksums",
     "disk_bytes",
+    "elements_at",
     "ensure_gradient",
     "field_dtype",
     "has_field",
+    "load_device_kernels",
     "load_kernels",
     "measure_rates",
     "native_available",
     "native_unavailable_reason",
+    "open_cuda_device",
     "process_bytes",
     "read_range",
     "resident_set_bytes",
+    "state_tensors",
     "tensor_at",
     "tensor_span",
+    "triton_unavailable_reason",
     "update",
+    "update_sub_group",
     "write_parameters",
     "write_range",
 ]

@@ -13,6 +13,8 @@
    sends the held ones first.
 5. Demand paging never fails for want of a slot: it waits for a write, then evicts what was read
    ahead. Only a pool whose slots are all leased raises, which is a fault of the caller.
+6. A slot that was released or written to while a copy between it and a device is in flight keeps
+   the fence: it is waited for before the slot is read into, lent or written out [Note: copies].
 """
 
 from __future__ import annotations
@@ -121,8 +123,9 @@ class Pager:
         if sum(slot.is_read_ahead for slot in self._slots) >= len(self._slots) - 1:
             return False  # one slot is kept for demand
         slot = _free_slot(self._slots)
-        if slot is None:
+        if slot is None or not slot.fence.done():
             return False
+        slot.settle()
         self._transfers.start_read(slot, extent, sections)
         return True
 
@@ -218,6 +221,9 @@ class Pager:
             self._reap_writes()
         free = _free_slot(self._slots)
         if free is not None:
+            if not free.fence.done():
+                with self._ledger.timing(Activity.SLOT_WAIT):
+                    free.settle()
             return free
         self._send_held()
         with self._ledger.timing(Activity.SLOT_WAIT):
@@ -288,7 +294,9 @@ class Pager:
 
 
 def _free_slot(slots: Sequence[Slot]) -> Slot | None:
-    return next((slot for slot in slots if slot.state is SlotState.FREE), None)
+    """Return a free slot, one that no copy uses if there is one."""
+    free = [slot for slot in slots if slot.state is SlotState.FREE]
+    return next((slot for slot in free if slot.fence.done()), free[0] if free else None)
 
 
 def _holds(slots: Sequence[Slot], extent: Extent) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from aio_ops import HostArena, Span
 from estimators import MemoryPlan, Section, SubGroup, Tier
 from estimators.summary import resident_bytes
+from offload.device import Device, DeviceMemory, Memory
 
 _MEMORY_TIERS = (Tier.DEVICE, Tier.HOST)
 
@@ -12,28 +15,28 @@ _MEMORY_TIERS = (Tier.DEVICE, Tier.HOST)
 class Residents:
     """One span for each section of a segment: its resident sub-groups, contiguous and in order."""
 
-    def __init__(self, plan: MemoryPlan) -> None:
+    def __init__(self, plan: MemoryPlan, device: Device) -> None:
         self._plan = plan
         # Only slots take part in transfers; a forked DataLoader worker may read what is resident.
         # An arena each for parameters, gradients and state: what outlives the store keeps its own.
         self._arenas = {
-            (tier, section): HostArena(size_bytes, inherited=True)
+            (tier, section): _Arena(size_bytes, tier, device)
             for tier in _MEMORY_TIERS
             for section in Section
             if (size_bytes := plan.resident_section_bytes(tier, section))
         }
-        self._spans: dict[tuple[Section, int], Span] = {}
-        self._parts: dict[tuple[Section, int], Span] = {}
+        self._spans: dict[tuple[Section, int], Memory] = {}
+        self._parts: dict[tuple[Section, int], Memory] = {}
         for tier in _MEMORY_TIERS:
             for section in Section:
                 for segment in range(len(plan.request.segments)):
                     self._carve(tier, section, segment)
 
-    def part(self, section: Section, group: SubGroup) -> Span:
+    def part(self, section: Section, group: SubGroup) -> Memory:
         """Return the memory of one section of a sub-group that rests in memory."""
         return self._parts[section, group.index]
 
-    def whole(self, section: Section, segment: int) -> Span | None:
+    def whole(self, section: Section, segment: int) -> Memory | None:
         """Return the memory of a section of a whole segment, or None if some of it is on NVMe."""
         groups = self._plan.by_segment[segment]
         if not groups:
@@ -42,7 +45,7 @@ class Residents:
             return None
         return self._spans[section, segment]
 
-    def spans(self, tier: Tier, section: Section) -> list[Span]:
+    def spans(self, tier: Tier, section: Section) -> list[Memory]:
         """Return all memory of a class on a tier."""
         return [
             span
@@ -71,3 +74,33 @@ class Residents:
         for group, size in parts:
             self._parts[section, group.index] = span.sub(offset, size)
             offset += size
+
+
+class _Arena:
+    """All memory of one section on one tier."""
+
+    def __init__(self, size_bytes: int, tier: Tier, device: Device) -> None:
+        self.used_bytes = 0
+        self._host: HostArena | None = None
+        self._tensor: torch.Tensor | None = None
+        if tier is Tier.DEVICE and not device.is_host:
+            self._tensor = device.zeros(size_bytes, torch.uint8)
+        else:
+            self._host = device.arena(size_bytes)
+
+    def carve(self, size_bytes: int) -> Memory:
+        """Return the next bytes; sizes are whole pages."""
+        if self._host is not None:
+            span = self._host.carve(size_bytes)
+            self.used_bytes = self._host.used_bytes
+            return span
+        if self._tensor is None:
+            raise RuntimeError("the arena is closed; nothing can be carved from it")
+        start, self.used_bytes = self.used_bytes, self.used_bytes + size_bytes
+        return DeviceMemory(self._tensor).sub(start, size_bytes)
+
+    def close(self) -> None:
+        """Give the memory up: it goes with the last that views it."""
+        self._tensor = None
+        if self._host is not None:
+            self._host.close()

@@ -1,28 +1,42 @@
-"""The arrays of one record, and the update of one sub-group on them."""
+"""The arrays of one record, and the update of one sub-group on them.
+
+On the host they are numpy arrays, on a device tensors; the kernels of either have the same calls.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
 from aio_ops import Span
-from estimators import MemoryPlan, SegmentSpec, StateField, SubGroup, record_layout
-from offload.arrays import array_at
+from estimators import (
+    MemoryPlan,
+    RecordLayout,
+    SegmentSpec,
+    StateField,
+    SubGroup,
+    record_layout,
+)
+from offload.arrays import array_at, torch_dtype
 from offload.kernels import AdamWScalars, Kernels
+from offload.kernels_device import DeviceKernels
 
 Array = np.ndarray[Any, Any]
+Values: TypeAlias = Any
+"""An array on the host, or a tensor on a device."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateArrays:
     """Views of one record, each shape `[sub-group numel]`; absent fields are None."""
 
-    exp_avg: Array
-    exp_avg_sq: Array
-    master: Array | None = None
-    residual: Array | None = None
+    exp_avg: Values
+    exp_avg_sq: Values
+    master: Values | None = None
+    residual: Values | None = None
 
     def part(self, inside: slice) -> StateArrays:
         """Return the arrays of some of the elements."""
@@ -43,6 +57,27 @@ def state_arrays(plan: MemoryPlan, spec: SegmentSpec, group: SubGroup, span: Spa
         )
         for field in layout.fields
     }
+    return _named(views)
+
+
+def state_tensors(layout: RecordLayout, record: torch.Tensor) -> StateArrays:
+    """View the bytes of a record on a device, a flat uint8 tensor, as tensors of its fields."""
+    if record.dtype is not torch.uint8 or record.numel() < layout.size_bytes:
+        raise ValueError(
+            f"a record of {layout.numel} elements has {layout.size_bytes} bytes (uint8), got"
+            f" {record.numel()} elements of {record.dtype}"
+        )
+    return _named(
+        {
+            field.field: record[field.offset_bytes : field.offset_bytes + field.size_bytes].view(
+                torch_dtype(field.element)
+            )
+            for field in layout.fields
+        }
+    )
+
+
+def _named(views: dict[StateField, Values]) -> StateArrays:
     return StateArrays(
         exp_avg=views[StateField.EXP_AVG],
         exp_avg_sq=views[StateField.EXP_AVG_SQ],
@@ -52,13 +87,13 @@ def state_arrays(plan: MemoryPlan, spec: SegmentSpec, group: SubGroup, span: Spa
 
 
 def update_sub_group(
-    kernels: Kernels,
-    parameter: Array,
-    gradient: Array,
+    kernels: Kernels | DeviceKernels,
+    parameter: Values,
+    gradient: Values,
     state: StateArrays,
     scalars: AdamWScalars,
 ) -> None:
-    """Run AdamW on one sub-group in place; parameter and gradient are fp32 or bf16 bits."""
+    """Run AdamW on one sub-group in place, all on the host or all on one device."""
     moments = (state.exp_avg, state.exp_avg_sq)
     if state.residual is not None:
         kernels.adamw_exact(parameter, state.residual, gradient, *moments, scalars)

@@ -88,6 +88,7 @@ class SlotTransfers:
         """
         extent = _extent_of(slot)
         start, size = extent.span(slot.sections)
+        slot.settle()
         self._note_checksums(slot, extent)
         self._ledger.submitted(Link.WRITE, extent.name)
         try:

@@ -13,6 +13,7 @@ import numpy as np
 
 from estimators import ElementType, Section, StateField, StateFormat, SubGroup
 from offload.arrays import array_at, clear_bytes
+from offload.host_view import HostView
 from offload.kernels import Kernels
 from offload.slots import Slot
 from offload.state import state_arrays
@@ -87,18 +88,20 @@ def _write_group(store: Store, group: SubGroup, raw: Array, kept: dict[StateFiel
         if is_set and group.on_nvme(section)
     )
     slot = _lend(store, group, written) if written else None
+    view = HostView(store, group, slot)
     if kept:
         spec = store.plan.request.segments[group.segment]
-        span = store.section_span(group, Section.STATE, slot)
-        state = state_arrays(store.plan, spec, group, span)
+        state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
         for field, array in (
             (StateField.MASTER, state.master),
             (StateField.RESIDUAL, state.residual),
         ):
             if array is not None:
                 array[:] = kept[field]
-    target = store.section_span(group, Section.PARAMETER, slot)
+        view.put_back(Section.STATE)
+    target = view.span(Section.PARAMETER, reads=False)
     array_at(target, ElementType.INT16, raw.size // 2).view(np.uint8)[:] = raw
+    view.put_back(Section.PARAMETER)
     if slot is not None and store.pager is not None:
         store.pager.page_out(slot, written)
         if Section.STATE in written:

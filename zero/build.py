@@ -13,6 +13,7 @@ from estimators import SegmentSpec
 from offload import Ledger, Store, StoreParts, load_kernels
 from zero import machine
 from zero.comm import Communicator
+from zero.devices import move_buffers
 from zero.gradients import GradientReducer
 from zero.materialize import InitFunction, seal_units
 from zero.planning import Blueprint
@@ -41,6 +42,7 @@ def build_runtime(
         plan.nvme[0].path if plan.nvme else None,
         kernels,
         ledger or Ledger(),
+        device=blueprint.device,
         stripes=plan.nvme,
         burst=tiers.write_burst,
         verify=tiers.verify,
@@ -72,6 +74,7 @@ def build_runtime(
             UnitScheduler(units, store, reducer),
         )
         seal_units(runtime, init_fn)
+        move_buffers(blueprint.units[0].module, blueprint.device.torch_device)
     except BaseException:
         store.close()
         raise

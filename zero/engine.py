@@ -109,7 +109,7 @@ class ZeroEngine(FieldSurface, nn.Module):
             if not self._settings.autocasts:
                 return self.module(*args, **kwargs)
             # Without the cache, which would keep a cast copy of every unit until backward.
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
                 return self.module(*args, **kwargs)
         except BaseException:
             if torch._C._current_graph_task_id() == -1:

@@ -150,7 +150,9 @@ def iterate_states(model: nn.Module) -> Iterator[ParameterState]:
             found: dict[Field, torch.Tensor] = {}
             for field in Field:
                 if source.has(field):
-                    full = torch.empty(source.shape, dtype=source.dtype(field))
+                    full = torch.empty(
+                        source.shape, dtype=source.dtype(field), device=source.device
+                    )
                     source.assemble(full, own[field])
                     found[field] = full
             yield ParameterState(

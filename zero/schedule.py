@@ -241,7 +241,7 @@ class UnitScheduler:
         task = torch._C._current_graph_task_id()
         if task == -1 or task in self._tasks_with_callback:
             return
-        if self._tasks_with_callback and _backward_depth() == 1:
+        if self._tasks_with_callback and _is_outermost_backward():
             self.recover()  # no backward is around this one, so the earlier one failed
         self._tasks_with_callback.add(task)
         engine = torch.autograd.Variable._execution_engine
@@ -261,6 +261,15 @@ class UnitScheduler:
             self._reducer.flush()
         if self.on_backward_end is not None:
             self.on_backward_end()
+
+
+def _is_outermost_backward() -> bool:
+    """Tell whether no backward is around the one that runs.
+
+    The backward of a GPU runs on a thread of autograd, which the caller's frames are not on.
+    """
+    is_of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
+    return _backward_depth() == (0 if is_of_autograd else 1)
 
 
 def _backward_depth() -> int:

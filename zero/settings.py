@@ -38,10 +38,14 @@ class NvmeSettings:
 class TierSettings:
     """How much of each tier a node gives; None means decided from the machine ("auto")."""
 
+    device: str = "auto"
+    """Where the model computes: "cpu", "cuda", or "auto"."""
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     nvme: tuple[NvmeSettings, ...] = ()
     state_format: StateFormat = StateFormat.EXACT
+    update_device: str = "auto"
+    """Where the optimizer runs: "cpu", "device", or "auto"."""
     measures_bandwidth: bool = False
     slot_count: int | None = None
     write_burst: int = 0

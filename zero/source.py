@@ -33,9 +33,11 @@ OwnedPiece = tuple[int, int, int]
 class ShardSource(abc.ABC):
     """Values, gradient and optimizer state of one parameter, wherever they rest."""
 
-    def __init__(self, name: str, shape: torch.Size) -> None:
+    def __init__(self, name: str, shape: torch.Size, device: torch.device) -> None:
         self.name = name
         self.shape = shape
+        self.device = device
+        """Where values are read to, and what the parameter says of its device."""
 
     @property
     @abc.abstractmethod
@@ -94,7 +96,7 @@ class ShardSource(abc.ABC):
             live = self.live()
             if live is not None:
                 return live.clone()
-        full = torch.empty(self.shape, dtype=self.dtype(field))
+        full = torch.empty(self.shape, dtype=self.dtype(field), device=self.device)
         self.assemble(full, self.read_own(field))
         return full
 
@@ -136,7 +138,8 @@ class StoreSource(ShardSource):
 
     def __init__(self, runtime: Runtime, segment: Segment, position: int, unit: Unit) -> None:
         member = segment.members[position]
-        super().__init__(member.name, member.parameter.shape)
+        device = runtime.store.device.torch_device
+        super().__init__(member.name, member.parameter.shape, device)
         self.owner: weakref.ref[Any] = weakref.ref(runtime)  # a model keeps no engine alive
         self.segment_index = segment.index
         self.position = position
@@ -224,7 +227,8 @@ class StoreSource(ShardSource):
         """Return a private copy of this rank's piece, flat."""
         self.settle(field)
         start, stop = self.own_range()
-        return read_range(self.runtime.store, self.segment_index, field, start, stop)
+        own = read_range(self.runtime.store, self.segment_index, field, start, stop)
+        return own.to(self.device)
 
     def write_own(self, field: Field, values: torch.Tensor, start: int = 0) -> None:
         """Set elements of this rank's piece from `start` on, with their residual."""

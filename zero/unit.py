@@ -22,11 +22,14 @@ from torch import nn
 
 from estimators import ElementType, FlatLayout, Piece, SegmentSpec, shard_pieces
 from offload import (
+    Device,
     Field,
+    HostDevice,
     Ledger,
     Store,
+    device_checksums,
+    elements_at,
     has_field,
-    tensor_at,
     tensor_span,
     write_parameters,
     write_range,
@@ -74,6 +77,7 @@ class Segment:
         self.pieces: list[Piece] = shard_pieces(self.layout, communicator.rank)
         self.is_in_place = False
         self.flat = torch.empty(0, dtype=torch_dtype(spec.element))  # [padded numel] once attached
+        self._device: Device = HostDevice()
         self._communicator = communicator
         self.dropped_gradients: set[int] = set()
         """Positions whose gradient was set to None since the segment last got gradients."""
@@ -100,10 +104,11 @@ class Segment:
     def attach(self, store: Store) -> None:
         """Make the parameters views of the flat buffer: the shard itself where it is in place."""
         self.is_in_place = store.plan.is_in_place(self.index)
+        self._device = store.device
         self._shapes = [parameter.shape for parameter in self.parameters]
         resident = store.resident_parameters(self.index)
         if self.is_in_place and resident is not None:
-            self.flat = tensor_at(resident, self.spec.element, self.layout.padded_numel)
+            self.flat = elements_at(resident, self.spec.element, self.layout.padded_numel)
             self._cut()
             _link(self.parameters, self._views)
             is_16_bit = self.spec.element is not ElementType.FP32
@@ -125,7 +130,8 @@ class Segment:
         storage = self.flat.untyped_storage()
         storage.resize_(self.flat.numel() * self.flat.element_size())
         if self.flat.numel():
-            store.read_parameters(self.index, tensor_span(self._communicator.own_slice(self.flat)))
+            own = self._communicator.own_slice(self.flat)
+            self._device.join(store.read_parameters(self.index, self._device.memory_of(own)))
         with ledger.timing(Activity.COLLECTIVE):
             self._communicator.agree(self.index, f"the parameters of unit {self.spec.unit}")
             self._communicator.all_gather_in_place(self.flat)
@@ -174,15 +180,17 @@ class Segment:
 
     def checksums(self, positions: Sequence[int] | None = None) -> list[int]:
         """Return a checksum of the values of each parameter, or of those at some positions."""
+        layout = self.layout
+        ranges = [
+            (layout.offsets[each], layout.offsets[each] + layout.numels[each])
+            for each in (range(len(self.members)) if positions is None else positions)
+        ]
+        if not self._device.is_host:
+            return device_checksums(self.flat, ranges)
         memory = tensor_span(self.flat).view() if self.flat.numel() else memoryview(b"")
         size = self.flat.element_size()
-        layout = self.layout
         return [
-            xxhash.xxh3_64_intdigest(memory[offset * size : (offset + numel) * size])
-            for offset, numel in (
-                (layout.offsets[each], layout.numels[each])
-                for each in (range(len(self.members)) if positions is None else positions)
-            )
+            xxhash.xxh3_64_intdigest(memory[start * size : stop * size]) for start, stop in ranges
         ]
 
     def differing(self, checksums: Sequence[int]) -> list[ManagedParameter]:
@@ -282,7 +290,8 @@ class Segment:
     def _renew(self) -> None:
         """Give the segment a new flat buffer, empty, and make the parameters views of it."""
         with torch.inference_mode(mode=False):
-            self.flat = torch.empty(self.layout.padded_numel, dtype=torch_dtype(self.spec.element))
+            dtype = torch_dtype(self.spec.element)
+            self.flat = self._device.empty(self.layout.padded_numel, dtype)
             self._cut()
             _link(self.parameters, self._views)
             self.graves = [Grave(view) for view in self._views]
@@ -306,7 +315,7 @@ def write_members(segment: Segment, store: Store, members: Collection[ManagedPar
     """
     own = segment._communicator.own_slice(segment.flat).detach()
     if len(members) == len(segment.members):
-        write_parameters(store, segment.index, own.float().clone().numpy())
+        write_parameters(store, segment.index, own.float().cpu().clone().numpy())
         return
     wanted = {member.order for member in members}
     for piece in segment.pieces:

@@ -166,10 +166,12 @@ class ZeroConfig(Document):
     def _tier_settings(self) -> TierSettings:
         tiers = self.tiers or Tiers()
         return TierSettings(
+            device=tiers.device,
             device_memory_bytes=tiers.device_memory,
             host_memory_bytes=tiers.host_memory,
             nvme=self.nvme_paths(),
             state_format=StateFormat(tiers.state_format),
+            update_device=tiers.update_device,
             measures_bandwidth=tiers.measure_bandwidth,
             slot_count=tiers.slot_count,
             write_burst=tiers.write_burst,

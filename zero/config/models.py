@@ -47,6 +47,11 @@ class NvmePath(Section):
 class Tiers(Section):
     """How much of each tier a node gives (ours; the field has nothing like it)."""
 
+    device: Annotated[str, Choice(words=("auto", "cpu", "cuda"))] = key(
+        "where the model computes: auto is a CUDA device where torch finds one, else the processor",
+        default="auto",
+        auto=Auto.MACHINE,
+    )
     device_memory: Annotated[int | None, ByteSize(auto=True)] = key(
         "device memory of the node for state", default=None, auto=Auto.MACHINE
     )
@@ -83,8 +88,11 @@ class Tiers(Section):
     state_format: Annotated[str, Choice(words=("exact", "fp32"), later=("bf16", "compact"))] = key(
         "how state beside a 16-bit parameter is stored", default="exact"
     )
-    update_device: Annotated[str, Choice(words=("auto", "cpu"), later=("device",))] = key(
-        "where the optimizer runs", default="auto", auto=Auto.MACHINE
+    update_device: Annotated[str, Choice(words=("auto", "cpu", "device"))] = key(
+        "where the optimizer runs: device streams state through a GPU, at the speed of its link;"
+        " auto does so where there is one",
+        default="auto",
+        auto=Auto.MACHINE,
     )
     durable: Annotated[Any, Free()] = refused(
         "keep training state on NVMe over a crash",
