@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offload import Ledger, update
+from zero.checkpoint.engine_calls import CheckpointCalls
 from zero.errors import ConfigError
 from zero.hooks import ModuleHook
 from zero.integrity import adopt_replaced, check_model, find_slots, managed_parameters
@@ -32,7 +33,7 @@ from zero.surface import FieldSurface, no_attribute
 LossScaler = StaticLossScaler | DynamicLossScaler
 
 
-class ZeroEngine(FieldSurface, nn.Module):
+class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
     """Trains one sharded model.
 
     A micro-batch is one forward with gradients and the backwards that follow it; `step()` updates
@@ -57,6 +58,10 @@ class ZeroEngine(FieldSurface, nn.Module):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.loss_scaler = loss_scaler
+        self.configuration: Any = None
+        """The configuration as plain data, for checkpoints to tell."""
+        self.resume_report: tuple[str, ...] = ()
+        """What differed between the run that was loaded last and this one."""
         self.training_dataloader: ResumableLoader | None = None
         self.configured_groups = describe_configured(optimizer)
         """Hyper-parameters of the parameter groups before anything was loaded or scheduled."""
@@ -266,11 +271,6 @@ class ZeroEngine(FieldSurface, nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Look up what the engine lacks on the model."""
-        if name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
-            raise AttributeError(
-                f"{name}: this version has no checkpoints; keep the weights with"
-                " `torch.save(model.state_dict(), path)` and load them with zero.load_weights"
-            )
         try:
             return super().__getattr__(name)
         except AttributeError:
