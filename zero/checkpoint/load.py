@@ -270,7 +270,8 @@ class ShardLoader:
         if reducer is None or not self._store.has_gradient(segment.index):
             return
         for position, member in enumerate(segment.members):
-            if not self._index.has(self._names.get(member.name, ""), GRADIENT):
+            saved = self._index.has(self._names.get(member.name, ""), GRADIENT)
+            if segment.layout.numels[position] and not saved:
                 segment.dropped_gradients.add(position)
         reducer.measure(segment)
 
