@@ -4,6 +4,7 @@ Importing does nothing: the native module, the C library and the kernel are firs
 engine, an arena or a file is made.
 """
 
+from aio_ops.data_file import DataFile
 from aio_ops.device import DeviceMover
 from aio_ops.engine import Engine, open_engine
 from aio_ops.memory import DeviceSpan, HostArena, Span
@@ -18,6 +19,7 @@ from aio_ops.threads_engine import native_available, native_unavailable_reason
 from aio_ops.transfer import Ticket, TransferError, TransferFile
 
 __all__ = [
+    "DataFile",
     "DeviceMover",
     "DeviceSpan",
     "Engine",

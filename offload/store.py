@@ -107,6 +107,8 @@ class Store:
         """Sub-groups whose state on NVMe was ever written; the others' is zero and is not read."""
         self._has_gradient = [False] * len(plan.request.segments)
         self._failure: str | None = None
+        self.suspended: str | None = None
+        """Why all work is refused until this is None again: what is here is half replaced."""
         self.is_closed = False
         self.swap_file: TransferFile | None = None
         self.pager: Pager | None = None
@@ -207,6 +209,8 @@ class Store:
         Raises:
             PagerFailedError: saying what is torn.
         """
+        if self.suspended is not None:
+            raise PagerFailedError(f"the state cannot be used because {self.suspended}")
         if self._failure is not None:
             raise PagerFailedError(
                 f"the state cannot be used because {self._failure}; start again from the last"

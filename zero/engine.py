@@ -14,15 +14,18 @@ import torch.distributed as dist
 from torch import nn
 
 from offload import Ledger, update
+from zero.checkpoint.engine_calls import CheckpointCalls
 from zero.errors import ConfigError
 from zero.hooks import ModuleHook
 from zero.integrity import adopt_replaced, check_model, find_slots, managed_parameters
 from zero.kept import refuse_set_gradients
+from zero.loader import ResumableLoader
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.memory import memory_lines, memory_report, warn_if_exceeded
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Blueprint, Plan
 from zero.replan import History, Resize, group_unfrozen, has_changed, rebuild
+from zero.run_state import describe_configured
 from zero.runtime import Runtime
 from zero.settings import Settings
 from zero.surface import FieldSurface, no_attribute
@@ -30,7 +33,7 @@ from zero.surface import FieldSurface, no_attribute
 LossScaler = StaticLossScaler | DynamicLossScaler
 
 
-class ZeroEngine(FieldSurface, nn.Module):
+class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
     """Trains one sharded model.
 
     A micro-batch is one forward with gradients and the backwards that follow it; `step()` updates
@@ -55,6 +58,13 @@ class ZeroEngine(FieldSurface, nn.Module):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.loss_scaler = loss_scaler
+        self.configuration: Any = None
+        """The configuration as plain data, for checkpoints to tell."""
+        self.resume_report: tuple[str, ...] = ()
+        """What differed between the run that was loaded last and this one."""
+        self.training_dataloader: ResumableLoader | None = None
+        self.configured_groups = describe_configured(optimizer)
+        """Hyper-parameters of the parameter groups before anything was loaded or scheduled."""
         self.plan: Plan = blueprint.plan
         self.global_rank = runtime.communicator.rank
         self.world_size = runtime.communicator.world_size
@@ -65,6 +75,7 @@ class ZeroEngine(FieldSurface, nn.Module):
         self._retired: Runtime | None = None
         self._settings = settings
         self._history = History()
+        self._global_samples = 0
         self._micro_batches = 0
         self._forward_pending = False
         self._window_saw_forward = False
@@ -179,6 +190,7 @@ class ZeroEngine(FieldSurface, nn.Module):
             self._skip_update(norm, reducer.not_finite)
         self._restart_window()
         self.global_steps += 1
+        self._global_samples += self.train_batch_size()
         self._close_step()
         self.loss_scaler.update_scale(not math.isfinite(norm), reducer.not_finite)
         if self.lr_scheduler is not None and math.isfinite(norm):
@@ -259,11 +271,6 @@ class ZeroEngine(FieldSurface, nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Look up what the engine lacks on the model."""
-        if name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
-            raise AttributeError(
-                f"{name}: this version has no checkpoints; keep the weights with"
-                " `torch.save(model.state_dict(), path)` and load them with zero.load_weights"
-            )
         try:
             return super().__getattr__(name)
         except AttributeError:
