@@ -5,9 +5,12 @@ engine, an arena or a file is made.
 """
 
 from aio_ops.device import DeviceMover
+from aio_ops.directories import Directory, SyncedDirectory, remove_file, replace_file
 from aio_ops.engine import Engine, open_engine
 from aio_ops.memory import DeviceSpan, HostArena, Span
 from aio_ops.pinned import PinnedArena
+from aio_ops.platter import Platter, SimulatedCrash
+from aio_ops.run_directory import RunInUseError, RunLock, make_run_directory
 from aio_ops.schedule import Schedule
 from aio_ops.schedule_measurement import ScheduleMeasurement, measure_schedule
 from aio_ops.simulated import Fault, SimulatedDisk
@@ -20,22 +23,31 @@ from aio_ops.transfer import Ticket, TransferError, TransferFile
 __all__ = [
     "DeviceMover",
     "DeviceSpan",
+    "Directory",
     "Engine",
     "Fault",
     "HostArena",
     "PinnedArena",
+    "Platter",
+    "RunInUseError",
+    "RunLock",
     "Schedule",
     "ScheduleMeasurement",
+    "SimulatedCrash",
     "SimulatedDisk",
     "Span",
     "StripedFile",
     "SwapFile",
+    "SyncedDirectory",
     "Ticket",
     "TransferError",
     "TransferFile",
+    "make_run_directory",
     "measure_schedule",
     "measure_weights",
     "native_available",
     "native_unavailable_reason",
     "open_engine",
+    "remove_file",
+    "replace_file",
 ]

@@ -51,6 +51,17 @@ class Engine(ProcessBound, abc.ABC):
         self._require_usable()
         return SwapFile.create(directory, size_bytes, any_alignment=any_alignment)
 
+    def open_named_file(self, path: Path, size_bytes: int, *, create: bool) -> TransferFile:
+        """Return a file that stays when it is closed: a new one of zero bytes, or an earlier one.
+
+        Raises:
+            OSError: if it cannot be made, or is not there with that size.
+        """
+        self._require_usable()
+        if create:
+            return SwapFile.create_named(path, size_bytes)
+        return SwapFile.open_named(path, size_bytes)
+
     def create_striped_file(
         self,
         directories: Sequence[Path],

@@ -14,11 +14,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, assert_never
+from typing import TYPE_CHECKING, Literal, assert_never
 
 from aio_ops.engine import Engine
 from aio_ops.memory import Span
 from aio_ops.transfer import Operation, Outcome, Ticket, Transfer, TransferFile
+
+if TYPE_CHECKING:
+    from aio_ops.platter import Platter
 
 FaultKind = Literal["eio", "enospc", "short", "torn"]
 
@@ -90,6 +93,13 @@ class SimulatedFile:
             raise ValueError(f"{self.path} is closed")
         return self.contents
 
+    def store(self, start: int, data: bytes) -> None:
+        """Take the bytes of a write that completes."""
+        self.contents[start : start + len(data)] = data
+
+    def sync(self) -> None:
+        """Do nothing: these bytes are as safe as they get."""
+
     def close(self) -> None:
         """Give the file up."""
         self._closed = True
@@ -98,7 +108,7 @@ class SimulatedFile:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
     transfer: Transfer
-    contents: bytearray
+    file: SimulatedFile
     span: Span
     fault: Outcome | None
 
@@ -108,9 +118,9 @@ class _Pending:
         start, size_bytes = self.transfer.offset, outcome.moved_bytes
         memory = self.span.view()
         if self.transfer.operation is Operation.WRITE:
-            self.contents[start : start + size_bytes] = memory[:size_bytes]
+            self.file.store(start, bytes(memory[:size_bytes]))
         else:
-            memory[:size_bytes] = self.contents[start : start + size_bytes]
+            memory[:size_bytes] = self.file.contents[start : start + size_bytes]
         self.transfer.finish(outcome)
 
 
@@ -120,8 +130,16 @@ class SimulatedDisk(Engine):
     name = "simulated"
     reason = "a test asked for it"
 
-    def __init__(self, seed: int, *, fault: Fault | None = None, reorder: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        fault: Fault | None = None,
+        reorder: bool = True,
+        platter: "Platter | None" = None,
+    ) -> None:
         super().__init__()
+        self._platter = platter
         self.submitted = 0
         self._random = random.Random(seed)
         self._fault = fault
@@ -137,6 +155,13 @@ class SimulatedDisk(Engine):
             raise ValueError(f"a swap file cannot have {size_bytes} bytes")
         path = Path(directory) / "<simulated swap file>"
         return SimulatedFile(path, size_bytes, any_alignment=any_alignment)
+
+    def open_named_file(self, path: Path, size_bytes: int, *, create: bool) -> SimulatedFile:
+        """Return a file of the platter, which outlives this engine."""
+        self._require_usable()
+        if self._platter is None:
+            raise ValueError("a simulated disk keeps named files only if it is given a Platter")
+        return self._platter.open_file(path, size_bytes, create=create)
 
     @property
     def in_flight(self) -> int:
@@ -169,7 +194,7 @@ class SimulatedDisk(Engine):
         self.submitted += 1
         if transfer.operation is Operation.READ:  # [Note: what makes it hostile]
             span.view()[:] = bytes([_SCRIBBLE]) * span.size_bytes
-        self._pending.append(_Pending(transfer, file.contents, span, fault))
+        self._pending.append(_Pending(transfer, file, span, fault))
         return Ticket(transfer, functools.partial(self._advance, transfer))
 
     def _complete_one(self) -> None:

@@ -75,3 +75,5 @@ class PlacementRequest:
     """Micro-batches of a step: each reads the parameters twice and adds to the gradients."""
     rates: DriveRates | None = None
     """What the drive can do, measured or given; None weighs reads and writes alike."""
+    durable: bool = False
+    """Whether the swap file has two copies of parameters and state, resident ones too."""
