@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from collections.abc import Sequence
 
 from aio_ops import Engine
 from estimators import SegmentSpec
@@ -18,7 +15,6 @@ from zero.materialize import InitFunction, seal_units
 from zero.planning import Blueprint
 from zero.runtime import Runtime
 from zero.schedule import UnitScheduler
-from zero.settings import Settings
 from zero.unit import Segment, Unit
 
 
@@ -82,25 +78,3 @@ def build_runtime(
 def describe_model(segments: Sequence[SegmentSpec]) -> int:
     """Return a number that ranks with the same model share."""
     return int.from_bytes(hashlib.blake2b(repr(segments).encode(), digest_size=7).digest())
-
-
-def make_loader(
-    data: Dataset[Any],
-    collate_fn: Callable[[list[Any]], Any] | None,
-    settings: Settings,
-    communicator: Communicator,
-) -> DataLoader[Any]:
-    """Return a loader of micro-batches; several ranks read disjoint parts."""
-    sampler: DistributedSampler[Any] | None = None
-    if communicator.world_size > 1:
-        sampler = DistributedSampler(
-            data, num_replicas=communicator.world_size, rank=communicator.rank
-        )
-    return DataLoader(
-        data,
-        batch_size=settings.batch.micro_batch_size,
-        sampler=sampler,
-        shuffle=sampler is None,
-        collate_fn=collate_fn,
-        drop_last=settings.drop_last_batch,
-    )

@@ -10,10 +10,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from aio_ops import Engine
-from zero.build import build_runtime, make_loader
+from zero.build import build_runtime
 from zero.comm import Communicator, init_distributed
 from zero.engine import ZeroEngine
 from zero.errors import ConfigError
+from zero.loader import make_loader
 from zero.lr_schedules import make_schedule
 from zero.materialize import InitFunction
 from zero.nursery import made_group_before
@@ -110,6 +111,7 @@ def initialize(
         if training_data is not None
         else None
     )
+    engine.training_dataloader = loader
     return engine, own_optimizer, loader, scheduler
 
 

@@ -18,11 +18,13 @@ from zero.errors import ConfigError
 from zero.hooks import ModuleHook
 from zero.integrity import adopt_replaced, check_model, find_slots, managed_parameters
 from zero.kept import refuse_set_gradients
+from zero.loader import ResumableLoader
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.memory import memory_lines, memory_report, warn_if_exceeded
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Blueprint, Plan
 from zero.replan import History, Resize, group_unfrozen, has_changed, rebuild
+from zero.run_state import describe_configured
 from zero.runtime import Runtime
 from zero.settings import Settings
 from zero.surface import FieldSurface, no_attribute
@@ -55,6 +57,9 @@ class ZeroEngine(FieldSurface, nn.Module):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.loss_scaler = loss_scaler
+        self.training_dataloader: ResumableLoader | None = None
+        self.configured_groups = describe_configured(optimizer)
+        """Hyper-parameters of the parameter groups before anything was loaded or scheduled."""
         self.plan: Plan = blueprint.plan
         self.global_rank = runtime.communicator.rank
         self.world_size = runtime.communicator.world_size
@@ -65,6 +70,7 @@ class ZeroEngine(FieldSurface, nn.Module):
         self._retired: Runtime | None = None
         self._settings = settings
         self._history = History()
+        self._global_samples = 0
         self._micro_batches = 0
         self._forward_pending = False
         self._window_saw_forward = False
@@ -179,6 +185,7 @@ class ZeroEngine(FieldSurface, nn.Module):
             self._skip_update(norm, reducer.not_finite)
         self._restart_window()
         self.global_steps += 1
+        self._global_samples += self.train_batch_size()
         self._close_step()
         self.loss_scaler.update_scale(not math.isfinite(norm), reducer.not_finite)
         if self.lr_scheduler is not None and math.isfinite(norm):

@@ -11,4 +11,8 @@ class ShardedAccessError(RuntimeError):
     """The values of a sharded parameter cannot be had, or not in the way they were asked for."""
 
 
-__all__ = ["ConfigError", "PlanError", "ShardedAccessError"]
+class RunStateError(ConfigError):
+    """A saved state that does not belong to this model or this version; nothing was changed."""
+
+
+__all__ = ["ConfigError", "PlanError", "RunStateError", "ShardedAccessError"]

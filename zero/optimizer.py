@@ -37,6 +37,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._run_step: Callable[[], None] | None = None
         self._drop_gradients: Callable[[], None] | None = None
 
+    @property
+    def type_name(self) -> str:
+        """The optimizer as configurations call it."""
+        return "AdamW"
+
     def attach(
         self,
         run_step: Callable[[], None],
