@@ -15,7 +15,7 @@ from aio_ops.simulated import SimulatedFile
 _SECTOR_BYTES = 512
 
 
-class SimulatedCrash(BaseException):  # noqa: N818  not an error: nothing may handle it
+class SimulatedCrash(BaseException):
     """The simulated machine stopped; nothing that runs on it goes on."""
 
 

@@ -252,14 +252,13 @@ def resident_copies(plan: MemoryPlan) -> tuple[ResidentCopy, ...]:
 
     Gradients are left out: a commit is at a step boundary.
     """
-    alignment = plan.request.alignment_bytes
     end = plan.swap_file_bytes
     copies = []
     for tier in (Tier.DEVICE, Tier.HOST):
         for section in (Section.PARAMETER, Section.STATE):
             for index, segment in enumerate(plan.request.segments):
                 held = sum(size for _, size in plan.resident_parts(tier, section, index))
-                size = align_up(resident_bytes(held), alignment)
+                size = resident_bytes(held)
                 if size:
                     name = f"{segment.name} ({section.name.lower()}, {tier.value})"
                     places = (end, end + size)

@@ -1,6 +1,8 @@
 """Tiers, slots, pager, state formats and the update: knows shards of tensors, no ranks."""
 
 from offload.arrays import array_at, copy_bytes, tensor_at, tensor_span
+from offload.commits import StoreCommits, layout_digest
+from offload.copies import Copies, CopyEntry
 from offload.footprint import disk_bytes, process_bytes, resident_set_bytes
 from offload.heap import HeapTrimmer
 from offload.kernels import (
@@ -11,6 +13,7 @@ from offload.kernels import (
     native_unavailable_reason,
 )
 from offload.ledger import Activity, Ledger, LedgerSnapshot, Link
+from offload.manifests import Commit, CommitName, ManifestError, Manifests
 from offload.measure import measure_rates
 from offload.pager import Pager, PagerFailedError, PagerState
 from offload.ranges import (
@@ -26,21 +29,28 @@ from offload.report import LedgerReport, StepRecord
 from offload.slots import Slot, SlotState, carve_slots
 from offload.spool import Spool, SpooledArray
 from offload.step import update
-from offload.store import Store, StoreParts, SwapDirectory
+from offload.store import KeptFile, Store, StoreParts, SwapDirectory
 from offload.transfers import CorruptionError, PageError, SlotTransfers
 from offload.write import write_parameters
 
 __all__ = [
     "Activity",
     "AdamWScalars",
+    "Commit",
+    "CommitName",
+    "Copies",
+    "CopyEntry",
     "CorruptionError",
     "Field",
     "HeapTrimmer",
+    "KeptFile",
     "Kernels",
     "Ledger",
     "LedgerReport",
     "LedgerSnapshot",
     "Link",
+    "ManifestError",
+    "Manifests",
     "PageError",
     "Pager",
     "PagerFailedError",
@@ -53,6 +63,7 @@ __all__ = [
     "SpooledArray",
     "StepRecord",
     "Store",
+    "StoreCommits",
     "StoreParts",
     "SwapDirectory",
     "array_at",
@@ -62,6 +73,7 @@ __all__ = [
     "ensure_gradient",
     "field_dtype",
     "has_field",
+    "layout_digest",
     "load_kernels",
     "measure_rates",
     "native_available",

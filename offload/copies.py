@@ -54,6 +54,14 @@ class Copies:
         self._current[place] = CopyEntry(place, copy, checksum)
         return copy
 
+    def forget(self, place: int) -> None:
+        """Take what a failed write left as neither old nor new: the next one goes there again."""
+        committed = self._committed.get(place)
+        if committed is None:
+            self._current.pop(place, None)
+        else:
+            self._current[place] = committed
+
     def current(self, place: int) -> CopyEntry | None:
         """Return what was written last of a section, or None if nothing ever was."""
         return self._current.get(place)

@@ -18,6 +18,7 @@ from estimators import (
 )
 from estimators.records import section_bytes
 from offload.arrays import clear_bytes, copy_bytes, tensor_at
+from offload.copies import Copies
 from offload.heap import HeapTrimmer
 from offload.kernels import Kernels
 from offload.ledger import Ledger
@@ -42,6 +43,16 @@ class SwapDirectory:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptFile:
+    """A swap file that stays when the run ends, and which of its copies count."""
+
+    file: TransferFile
+    copies: Copies
+    is_new: bool
+    """Whether nothing was ever written to it."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoreParts:
     """What a store works with; made outside, so that tests can hand in a hostile engine."""
 
@@ -60,9 +71,13 @@ class StoreParts:
     """Whether slots are locked in RAM and registered with the engine, where that is allowed."""
     stripes: tuple[SwapDirectory, ...] = ()
     """With more than one, the swap file is striped over these and `directory` is not used."""
+    kept: KeptFile | None = None
+    """The swap file of a durable run, which is opened already."""
 
     def create_file(self, size_bytes: int) -> TransferFile:
-        """Make the swap file, on one drive or on several."""
+        """Make the swap file, on one drive or on several; that of a durable run is there."""
+        if self.kept is not None:
+            return self.kept.file
         if len(self.stripes) > 1:
             weights = [each.weight for each in self.stripes if each.weight is not None]
             return self.engine.create_striped_file(
@@ -85,7 +100,7 @@ class Store:
         self.kernels = parts.kernels
         self.heap = HeapTrimmer()
         """Who frees much of what this store's users unshard or copy says so here."""
-        self._engine = parts.engine
+        self.engine = parts.engine
         self.written_states: set[int] = set()
         """Sub-groups whose state on NVMe was ever written; the others' is zero and is not read."""
         self._has_gradient = [False] * len(plan.request.segments)
@@ -98,14 +113,19 @@ class Store:
         self.residents = Residents(plan)
         self.slot_arena = _slot_arena(plan, parts)
         self.slots: Sequence[Slot] = ()
-        if self.swap_file is not None:
+        self.transfers: SlotTransfers | None = None
+        if self.swap_file is not None and plan.slots.count:
             self.slots = carve_slots(self.slot_arena, plan.slots)
-            if parts.measures_schedule:
-                _measure_schedule(self._engine, self.swap_file, self.slot_arena)
-            transfers = SlotTransfers(
-                self._engine, self.swap_file, self.ledger, verify=parts.verify
+            if parts.measures_schedule and (parts.kept is None or parts.kept.is_new):
+                _measure_schedule(self.engine, self.swap_file, self.slot_arena)
+            self.transfers = SlotTransfers(
+                self.engine,
+                self.swap_file,
+                self.ledger,
+                verify=parts.verify,
+                copies=parts.kept.copies if parts.kept is not None else None,
             )
-            self.pager = Pager(transfers, self.slots, self.ledger, burst=parts.burst)
+            self.pager = Pager(self.transfers, self.slots, self.ledger, burst=parts.burst)
         self.ledger.rates = plan.request.rates
         self.ledger.parameter_numel = sum(
             group.numel for group in plan.sub_groups if group.tier(Section.STATE) is not None
@@ -214,7 +234,7 @@ class Store:
         self.is_closed = True
         if self.pager is not None:
             self.pager.close()
-        self._engine.close()
+        self.engine.close()
         if self.swap_file is not None:
             self.swap_file.close()
             self.swap_file = None
