@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,16 +128,29 @@ class Manifests:
         """The commits that are described here, newest first."""
         return sorted(self._held.values(), key=lambda commit: commit.name, reverse=True)
 
-    def flip(self, commit: Commit) -> None:
-        """Describe a new commit, in place of the one that does not count.
+    def find(self, name: CommitName) -> Commit:
+        """Return a commit that is described here."""
+        return next(commit for commit in self._held.values() if commit.name == name)
+
+    def withdraw(self, name: CommitName) -> None:
+        """Remove the description of a commit that not every rank could make, if there is one."""
+        for each, commit in list(self._held.items()):
+            if commit.name == name:
+                remove_file(self.directory, each)
+                del self._held[each]
+
+    def flip(self, commit: Commit) -> int:
+        """Describe a new commit, in place of the one that does not count; return its bytes.
 
         Raises:
             OSError: if that failed; the commit that counts is still described.
         """
         name = next(each for each in MANIFEST_NAMES if not self._counts(each))
-        replace_file(self.directory, name, commit.to_bytes())
+        raw = commit.to_bytes()
+        replace_file(self.directory, name, raw)
         self._held[name] = commit
         self.problems.pop(name, None)
+        return len(raw)
 
     def keep(self, name: CommitName) -> None:
         """Take a commit as the one that counts: every rank has it."""
@@ -155,8 +167,3 @@ class Manifests:
     def _counts(self, name: str) -> bool:
         commit = self._held.get(name)
         return commit is not None and commit.name == self._kept
-
-
-def data_names(commits: Sequence[Commit]) -> set[str]:
-    """Return the swap files that commits are in."""
-    return {commit.data_name for commit in commits}

@@ -106,6 +106,8 @@ class Store:
         self._has_gradient = [False] * len(plan.request.segments)
         self._failure: str | None = None
         self.is_closed = False
+        self.is_restored = False
+        """Whether it holds what an earlier process committed: a model's own values do not count."""
         self.swap_file: TransferFile | None = None
         self.pager: Pager | None = None
         if plan.swap_file_bytes:
