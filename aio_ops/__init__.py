@@ -10,7 +10,7 @@ from aio_ops.engine import Engine, open_engine
 from aio_ops.memory import DeviceSpan, HostArena, Span
 from aio_ops.pinned import PinnedArena
 from aio_ops.platter import Platter, SimulatedCrash
-from aio_ops.run_directory import LOCK_NAME, RunInUseError, RunLock, make_run_directory
+from aio_ops.run_directory import RunClaim, RunInUseError, RunLock
 from aio_ops.schedule import Schedule
 from aio_ops.schedule_measurement import ScheduleMeasurement, measure_schedule
 from aio_ops.simulated import Fault, SimulatedDisk
@@ -21,7 +21,6 @@ from aio_ops.threads_engine import native_available, native_unavailable_reason
 from aio_ops.transfer import Ticket, TransferError, TransferFile
 
 __all__ = [
-    "LOCK_NAME",
     "DeviceMover",
     "DeviceSpan",
     "Directory",
@@ -30,6 +29,7 @@ __all__ = [
     "HostArena",
     "PinnedArena",
     "Platter",
+    "RunClaim",
     "RunInUseError",
     "RunLock",
     "Schedule",
@@ -43,7 +43,6 @@ __all__ = [
     "Ticket",
     "TransferError",
     "TransferFile",
-    "make_run_directory",
     "measure_schedule",
     "measure_weights",
     "native_available",

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Self, assert_never
 from aio_ops.linux import require_linux
 from aio_ops.memory import Span
 from aio_ops.process import ProcessBound
+from aio_ops.run_directory import RunClaim
 from aio_ops.schedule import Schedule
 from aio_ops.striped_file import StripedFile, start_striped
 from aio_ops.swapfile import SwapFile
@@ -61,6 +62,15 @@ class Engine(ProcessBound, abc.ABC):
         if create:
             return SwapFile.create_named(path, size_bytes)
         return SwapFile.open_named(path, size_bytes)
+
+    def claim_directory(self, path: Path) -> RunClaim:
+        """Make a directory of a run if need be, and have it for oneself until it is released.
+
+        Raises:
+            RunInUseError: if a living run has it.
+            OSError: if it cannot be used.
+        """
+        return RunClaim(path)
 
     def create_striped_file(
         self,

@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from aio_ops.run_directory import RunClaim, RunInUseError
 from aio_ops.simulated import SimulatedFile
 
 _SECTOR_BYTES = 512
@@ -25,11 +26,14 @@ class PlatterFile(SimulatedFile):
     def __init__(self, platter: "Platter", path: Path, size_bytes: int) -> None:
         super().__init__(path, size_bytes)
         self._platter = platter
+        self._is_dead = False
         self._written: list[tuple[int, bytes]] = []
         self._synced = bytearray(size_bytes)
 
     def store(self, start: int, data: bytes) -> None:
-        """Take bytes that are not safe yet."""
+        """Take bytes that are not safe yet; a machine that has crashed does nothing more."""
+        if self._is_dead:
+            return
         self._platter.tick()
         super().store(start, data)
         self._written.append((start, data))
@@ -40,8 +44,9 @@ class PlatterFile(SimulatedFile):
         self._synced[:] = self.contents
         self._written.clear()
 
-    def lose(self, chance: random.Random) -> None:
-        """Become what the disk has after a crash."""
+    def after_crash(self, chance: random.Random) -> "PlatterFile":
+        """Return the file that the disk has after a crash."""
+        self._is_dead = True
         for start, data in self._written:
             match chance.choice(("kept", "lost", "torn")):
                 case "kept":
@@ -53,9 +58,9 @@ class PlatterFile(SimulatedFile):
                             self._synced[start + offset : start + offset + len(part)] = part
                 case _:
                     pass
-        self._written.clear()
-        self.contents[:] = self._synced
-        self._closed = False
+        found = PlatterFile(self._platter, self.path, self.size_bytes)
+        found.contents[:] = found._synced[:] = self._synced
+        return found
 
 
 @dataclass(eq=False)
@@ -140,6 +145,29 @@ def _put(entries: dict[str, _Inode], name: str, inode: _Inode | None) -> None:
         entries[name] = inode
 
 
+class SimulatedClaim(RunClaim):
+    """A directory of a simulated machine that one run has for itself."""
+
+    def __init__(self, platter: "Platter", path: Path) -> None:
+        self.path = path
+        self.is_new = path not in platter.known
+        platter.known.add(path)
+        if path in platter.claimed:
+            raise RunInUseError(f"{path} is in use by a living run")
+        platter.claimed.add(path)
+        self._platter = platter
+        self.entries = platter.directory(path)
+
+    def release(self) -> None:
+        """Let another run have the directory."""
+        self._platter.claimed.discard(self.path)
+
+    def remove(self) -> None:
+        """Forget the directory."""
+        self._platter.known.discard(self.path)
+        self.release()
+
+
 class Platter:
     """All disks of one simulated machine; it stops before event `stop_at` [Note: what a crash
     keeps]."""
@@ -147,6 +175,10 @@ class Platter:
     def __init__(self) -> None:
         self.events = 0
         self.stop_at: int | None = None
+        self.known: set[Path] = set()
+        """Directories of runs."""
+        self.claimed: set[Path] = set()
+        """Those that a run has at the moment."""
         self._files: dict[Path, PlatterFile] = {}
         self._directories: dict[Path, SimulatedDirectory] = {}
 
@@ -164,11 +196,15 @@ class Platter:
         """Return the directory at a path; it is there at once."""
         return self._directories.setdefault(path, SimulatedDirectory(self, path))
 
+    def claim(self, path: Path) -> SimulatedClaim:
+        """Let a run have a directory for itself."""
+        return SimulatedClaim(self, path)
+
     def open_file(self, path: Path, size_bytes: int, *, create: bool) -> PlatterFile:
         """Return a named file, new or as it was left."""
         found = self._files.get(path)
         if create:
-            if found is not None:
+            if self.directory(path.parent).read(path.name) is not None:
                 raise FileExistsError(f"{path} is there already")
             found = self._files[path] = PlatterFile(self, path, size_bytes)
             self.directory(path.parent).write(path.name, b"")
@@ -181,8 +217,7 @@ class Platter:
     def crash(self, seed: int) -> None:
         """Stop the machine and start it again with what a crash keeps."""
         chance = random.Random(seed)
-        for file in self._files.values():
-            file.lose(chance)
+        self._files = {path: file.after_crash(chance) for path, file in self._files.items()}
         for directory in self._directories.values():
             directory.lose(chance)
         for path in list(self._files):
@@ -190,3 +225,4 @@ class Platter:
                 del self._files[path]
         self.events = 0
         self.stop_at = None
+        self.claimed.clear()

@@ -8,12 +8,13 @@ a process can take its own lock twice, and loses it when it closes any descripto
 this process lists what it holds, and looks there before it opens the lock file.
 """
 
+import contextlib
 import os
 import stat
 import threading
 from pathlib import Path
 
-from aio_ops.directories import sync_directory
+from aio_ops.directories import Directory, SyncedDirectory, sync_directory
 
 LOCK_NAME = "lock"
 _OWNER_ONLY = 0o700
@@ -48,6 +49,34 @@ def make_run_directory(path: Path) -> bool:
             sync_directory(directory.parent)
             made = directory == path
     return made
+
+
+class RunClaim:
+    """A directory that one run has for itself: its files, until it is released."""
+
+    def __init__(self, path: Path) -> None:
+        """Make a directory for its owner alone if need be, and lock it.
+
+        Raises:
+            RunInUseError: if a living run has it.
+            OSError: if it cannot be used.
+        """
+        self.path = path
+        self.is_new = make_run_directory(path)
+        self._lock = RunLock(path)
+        self.entries: Directory = SyncedDirectory(path)
+
+    def release(self) -> None:
+        """Let another run have the directory."""
+        self._lock.release()
+
+    def remove(self) -> None:
+        """Remove the lock file and the directory, unless somebody has something in it."""
+        self.entries.remove(LOCK_NAME)
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+            self.path.parent.rmdir()
+        self.release()
 
 
 class RunLock:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, assert_never
 
 from aio_ops.engine import Engine
 from aio_ops.memory import Span
+from aio_ops.run_directory import RunClaim
 from aio_ops.transfer import Operation, Outcome, Ticket, Transfer, TransferFile
 
 if TYPE_CHECKING:
@@ -159,9 +160,11 @@ class SimulatedDisk(Engine):
     def open_named_file(self, path: Path, size_bytes: int, *, create: bool) -> SimulatedFile:
         """Return a file of the platter, which outlives this engine."""
         self._require_usable()
-        if self._platter is None:
-            raise ValueError("a simulated disk keeps named files only if it is given a Platter")
-        return self._platter.open_file(path, size_bytes, create=create)
+        return self._require_platter().open_file(path, size_bytes, create=create)
+
+    def claim_directory(self, path: Path) -> RunClaim:
+        """Return a directory of the platter."""
+        return self._require_platter().claim(path)
 
     @property
     def in_flight(self) -> int:
@@ -199,7 +202,8 @@ class SimulatedDisk(Engine):
 
     def _complete_one(self) -> None:
         index = self._random.randrange(len(self._pending)) if self._reorder else 0
-        self._pending.pop(index).complete()
+        self._pending[index].complete()  # the machine may stop here: then it stays pending
+        self._pending.pop(index)
 
     def _advance(self, transfer: Transfer, timeout_s: float | None) -> None:
         self._require_same_process()
@@ -211,3 +215,8 @@ class SimulatedDisk(Engine):
 
     def _stop(self) -> None:
         self._pending.clear()
+
+    def _require_platter(self) -> "Platter":
+        if self._platter is None:
+            raise ValueError("a simulated disk keeps named files only if it is given a Platter")
+        return self._platter

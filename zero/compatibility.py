@@ -77,8 +77,10 @@ def initialize(
     own_optimizer = make_optimizer(model, optimizer, model_parameters, settings.optimizer)
     durable, io = None, io_engine
     try:
-        durable = DurableRun.begin(settings, model, communicator, trains=own_optimizer is not None)
         io = io or open_io_engine(settings)
+        durable = DurableRun.begin(
+            settings, model, communicator, io, trains=own_optimizer is not None
+        )
         blueprint = make_blueprint(
             model,
             settings,

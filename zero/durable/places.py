@@ -7,50 +7,42 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aio_ops import (
-    LOCK_NAME,
-    Engine,
-    RunLock,
-    StripedFile,
-    SyncedDirectory,
-    TransferFile,
-    make_run_directory,
-    remove_file,
-)
+from aio_ops import Directory, Engine, RunClaim, StripedFile, TransferFile, remove_file
 from offload import SwapDirectory
 
 _SWAP_NAME = re.compile(r"swap-(\d+)")
-_OWN_NAME = re.compile(rf"{LOCK_NAME}|swap-\d+|commit-[01](\.new)?")
+_OWN_NAME = re.compile(r"swap-\d+|commit-[01](\.new)?")
 
 
 class RankPlaces:
-    """The directories of one rank, locked until they are released."""
+    """The directories of one rank, which are its own until they are released."""
 
-    def __init__(self, paths: Sequence[Path], name: str, rank: int) -> None:
-        """Make the directories if need be, and lock them.
+    def __init__(self, engine: Engine, paths: Sequence[Path], name: str, rank: int) -> None:
+        """Make the directories if need be, and claim them.
 
         Raises:
             RunInUseError: if a living run has one.
             OSError: if one cannot be used.
         """
         self.directories = [path / name / f"rank-{rank}" for path in paths]
-        self._locks: list[RunLock] = []
-        self.is_new = False
+        self._claims: list[RunClaim] = []
         try:
-            for index, directory in enumerate(self.directories):
-                made = make_run_directory(directory)
-                self.is_new = self.is_new or (made and index == 0)
-                self._locks.append(RunLock(directory))
+            for directory in self.directories:
+                self._claims.append(engine.claim_directory(directory))
         except BaseException:
             self.release()
             raise
-        self.main = SyncedDirectory(self.directories[0])
+        self.main: Directory = self._claims[0].entries
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the directory of the manifests was not there before."""
+        return self._claims[0].is_new
 
     def create_file(
         self, engine: Engine, size_bytes: int, stripes: Sequence[SwapDirectory]
@@ -76,8 +68,8 @@ class RankPlaces:
                 name=name,
             )
             file, found = striped, self._describe(striped, name)
-        for directory in self.directories:
-            SyncedDirectory(directory).sync_entries()
+        for claim in self._claims:
+            claim.entries.sync_entries()
         return file, found
 
     def open_file(self, engine: Engine, found: Mapping[str, Any]) -> TransferFile:
@@ -93,33 +85,27 @@ class RankPlaces:
 
     def remove_files_but(self, name: str | None) -> None:
         """Remove the swap files that no commit is in."""
-        for directory in self.directories:
-            entries = SyncedDirectory(directory)
-            for each in entries.names():
+        for claim in self._claims:
+            for each in claim.entries.names():
                 if _SWAP_NAME.fullmatch(each) and each != name:
-                    remove_file(entries, each)
+                    remove_file(claim.entries, each)
 
     def release(self) -> None:
         """Let another run have the directories."""
-        for lock in self._locks:
-            lock.release()
+        for claim in self._claims:
+            claim.release()
 
     def remove(self) -> None:
         """Remove everything that this rank keeps; the run's own directory goes with its last."""
-        for directory in self.directories:
-            for path in directory.iterdir():
-                if _OWN_NAME.fullmatch(path.name):
-                    path.unlink()
-            with contextlib.suppress(OSError):  # somebody else has something in it
-                directory.rmdir()
-                directory.parent.rmdir()
-        self.release()
+        for claim in self._claims:
+            for each in claim.entries.names():
+                if _OWN_NAME.fullmatch(each):
+                    claim.entries.remove(each)
+            claim.remove()
 
     def _swap_names(self) -> list[re.Match[str] | None]:
         return [
-            _SWAP_NAME.fullmatch(each)
-            for directory in self.directories
-            for each in SyncedDirectory(directory).names()
+            _SWAP_NAME.fullmatch(each) for claim in self._claims for each in claim.entries.names()
         ]
 
     def _describe(self, striped: StripedFile, name: str) -> dict[str, Any]:

@@ -95,7 +95,9 @@ class CommitReport:
 class DurableRun:
     """The durable run of one engine on this rank."""
 
-    def __init__(self, settings: Settings, model: nn.Module, communicator: Communicator) -> None:
+    def __init__(
+        self, settings: Settings, model: nn.Module, communicator: Communicator, io: Engine
+    ) -> None:
         durable = settings.tiers.durable
         if durable is None:
             raise ValueError("the run is not durable")
@@ -104,7 +106,7 @@ class DurableRun:
         self.resumed: Resumed | None = None
         self.last_commit: CommitReport | None = None
         paths = [entry.path for entry in settings.tiers.nvme]
-        self._places = RankPlaces(paths, durable.name, communicator.rank)
+        self._places = RankPlaces(io, paths, durable.name, communicator.rank)
         self._communicator = communicator
         self._model = model_hash(model)
         try:
@@ -128,7 +130,13 @@ class DurableRun:
 
     @classmethod
     def begin(
-        cls, settings: Settings, model: nn.Module, communicator: Communicator, *, trains: bool
+        cls,
+        settings: Settings,
+        model: nn.Module,
+        communicator: Communicator,
+        io: Engine,
+        *,
+        trains: bool,
     ) -> DurableRun | None:
         """Find the run that the settings name, and decide whether it is resumed; a collective.
 
@@ -148,7 +156,7 @@ class DurableRun:
             )
         run, error = None, ""
         try:
-            run = cls(settings, model, communicator)
+            run = cls(settings, model, communicator, io)
         except (OSError, RunInUseError) as failure:
             error = str(failure)
         try:
