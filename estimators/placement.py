@@ -12,7 +12,7 @@ before anything is pinned, because without them nothing moves; they stay a small
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from estimators.layout import SHARD_ALIGNMENT_NUMEL, align_up, split_evenly_bounded
 from estimators.rates import ASSUMED_RATES
@@ -33,6 +33,7 @@ from estimators.summary import (
     SlotPlan,
     moves_per_step,
     resident_bytes,
+    resident_copies,
 )
 
 SLOT_TARGET_BYTES = 64 << 20
@@ -181,6 +182,10 @@ def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
     _Pinning(request, budget.host_bytes - slots.total_bytes - staging_bytes).run(parts)
     sub_groups, swap_bytes = _build_sub_groups(request, parts)
     plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes)
+    if request.durable:
+        copies = resident_copies(plan)
+        swap_bytes += 2 * sum(copy.size_bytes for copy in copies)
+        plan = replace(plan, resident_copies=copies, swap_file_bytes=swap_bytes)
     _check_other_tiers(plan, budget)
     return plan
 
@@ -214,10 +219,16 @@ def _check_host(request: PlacementRequest, budget: Budget) -> None:
 
 def _check_other_tiers(plan: MemoryPlan, budget: Budget) -> None:
     if budget.nvme_bytes is not None and plan.swap_file_bytes > budget.nvme_bytes:
+        twice = plan.twin_bytes + plan.commit_bytes
+        advice = (
+            f"do without tiers.durable, whose second copies take {twice} of them"
+            if plan.request.durable
+            else "raise tiers.host_memory"
+        )
         raise PlanError(
             f"the plan needs {plan.swap_file_bytes} bytes of NVMe a rank, its capacity is"
             f" {budget.nvme_bytes}; set the capacity in tiers.nvme to at least"
-            f" {plan.swap_file_bytes * budget.ranks}, or raise tiers.host_memory",
+            f" {plan.swap_file_bytes * budget.ranks}, or {advice}",
             needed_bytes=plan.swap_file_bytes,
         )
     if budget.device_bytes is not None and plan.device_bytes > budget.device_bytes:
@@ -378,6 +389,9 @@ def _build_sub_groups(
             if sections:
                 extent = Extent(f"{segment.name} {position}", end, tuple(sections))
                 end += inner
+                if request.durable:
+                    extent = replace(extent, twin_offset=end)
+                    end += extent.twin_bytes
             tiers = tuple(sorted(part.tiers.items()))
             sub_groups.append(
                 SubGroup(len(sub_groups), index, part.start, part.stop, tiers, extent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Container
 from dataclasses import dataclass
 
 from estimators.formats import record_layout
@@ -39,6 +40,8 @@ class Extent:
     sections: tuple[tuple[Section, int, int], ...]
     """(section, offset in the extent, stored bytes), contiguous, each a multiple of the
     alignment."""
+    twin_offset: int | None = None
+    """Where the file has the second copy of what a durable run keeps; None without one."""
 
     @property
     def size_bytes(self) -> int:
@@ -75,6 +78,63 @@ class Extent:
     def bytes_of(self, sections: frozenset[Section]) -> dict[Section, int]:
         """Return the stored bytes of each of the given sections that rest here."""
         return {kind: size for kind, _, size in self.sections if kind in sections}
+
+    @property
+    def twin_bytes(self) -> int:
+        """Bytes of the second copy; gradients have none, for a commit is at a step boundary."""
+        if self.twin_offset is None:
+            return 0
+        return sum(size for kind, _, size in self.sections if kind is not Section.GRADIENT)
+
+    def copy_offset(self, section: Section, copy: int) -> int:
+        """Return where the file has a copy (0 or 1) of a section.
+
+        Raises:
+            ValueError: if there is no such copy.
+        """
+        if copy == 0:
+            return self.offset + self.offset_of(section)
+        if self.twin_offset is None or section is Section.GRADIENT or copy != 1:
+            raise ValueError(f"{self.name} has no copy {copy} of its {section.name}")
+        first = next(offset for kind, offset, _ in self.sections if kind is not Section.GRADIENT)
+        return self.twin_offset + self.offset_of(section) - first
+
+    def pieces(
+        self, sections: frozenset[Section], second: Container[Section] = ()
+    ) -> list[tuple[int, int, int]]:
+        """Return `(offset in the file, offset in the extent, bytes)` of sections, in order.
+
+        What lies together in both is one piece.
+
+        Args:
+            sections: which of them; those that do not rest here have no bytes.
+            second: those of which the second copy is meant.
+        """
+        found: list[tuple[int, int, int]] = []
+        for kind, inner, size in self.sections:
+            if kind not in sections:
+                continue
+            place = self.copy_offset(kind, 1 if kind in second else 0)
+            if found:
+                last_place, last_inner, last_size = found[-1]
+                if (last_place + last_size, last_inner + last_size) == (place, inner):
+                    found[-1] = (last_place, last_inner, last_size + size)
+                    continue
+            found.append((place, inner, size))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentCopy:
+    """Where a durable run keeps two copies of what rests in memory: one section of a segment."""
+
+    name: str
+    tier: Tier
+    section: Section
+    segment: int
+    size_bytes: int
+    offsets: tuple[int, int]
+    """Where the file has the first and the second copy."""
 
 
 @dataclass(frozen=True, slots=True)

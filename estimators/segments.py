@@ -79,3 +79,5 @@ class PlacementRequest:
     """Whether the device is the processor: then what rests on the host is used where it rests."""
     update_on_device: bool = False
     """Whether state passes through a device that is not the host, to be updated there."""
+    durable: bool = False
+    """Whether the swap file has two copies of parameters and state, resident ones too."""

@@ -10,6 +10,7 @@ from typing import assert_never
 from estimators.layout import align_up
 from estimators.records import (
     DEVICE_BUFFER_COUNT,
+    ResidentCopy,
     Section,
     SubGroup,
     host_staging_bytes,
@@ -85,6 +86,8 @@ class MemoryPlan:
     slots: SlotPlan
     swap_file_bytes: int
     host_budget_bytes: int
+    resident_copies: tuple[ResidentCopy, ...] = ()
+    """What a commit of a durable run writes beside what rests on NVMe."""
 
     @cached_property
     def by_segment(self) -> tuple[tuple[SubGroup, ...], ...]:
@@ -250,10 +253,22 @@ class MemoryPlan:
             PlanRow(Tier.NVME, f"{section.name.lower()}s", self.nvme_section_bytes(section))
             for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)
         )
+        rows.append(PlanRow(Tier.NVME, "second copies (durable)", self.twin_bytes))
+        rows.append(PlanRow(Tier.NVME, "resident state, twice (durable)", 2 * self.commit_bytes))
         order = list(Tier)
         return sorted(
             (row for row in rows if row.size_bytes), key=lambda row: order.index(row.tier)
         )
+
+    @property
+    def twin_bytes(self) -> int:
+        """Swap-file bytes of the second copies of what rests on NVMe."""
+        return sum(group.extent.twin_bytes for group in self.sub_groups if group.extent is not None)
+
+    @property
+    def commit_bytes(self) -> int:
+        """Bytes that a commit of a durable run writes from memory, if all of it has changed."""
+        return sum(copy.size_bytes for copy in self.resident_copies)
 
     def nvme_section_bytes(self, section: Section) -> int:
         """Return the swap-file bytes of a class."""
@@ -262,6 +277,26 @@ class MemoryPlan:
             for group in self.sub_groups
             if group.extent is not None
         )
+
+
+def resident_copies(plan: MemoryPlan) -> tuple[ResidentCopy, ...]:
+    """Return where a durable run keeps what rests in memory, behind the extents of the plan.
+
+    Gradients are left out: a commit is at a step boundary.
+    """
+    end = plan.swap_file_bytes
+    copies = []
+    for tier in (Tier.DEVICE, Tier.HOST):
+        for section in (Section.PARAMETER, Section.STATE):
+            for index, segment in enumerate(plan.request.segments):
+                held = sum(size for _, size in plan.resident_parts(tier, section, index))
+                size = resident_bytes(held)
+                if size:
+                    name = f"{segment.name} ({section.name.lower()}, {tier.value})"
+                    places = (end, end + size)
+                    copies.append(ResidentCopy(name, tier, section, index, size, places))
+                    end += 2 * size
+    return tuple(copies)
 
 
 def moves_per_step(section: Section, micro_batches: int, *, updated: bool) -> tuple[int, int]:

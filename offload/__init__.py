@@ -1,6 +1,8 @@
 """Tiers, slots, pager, state formats and the update: knows shards of tensors, no ranks."""
 
 from offload.arrays import array_at, copy_bytes, tensor_at, tensor_span
+from offload.commits import StoreCommits, layout_digest
+from offload.copies import Copies, CopyEntry
 from offload.device import (
     Device,
     DeviceMemory,
@@ -26,6 +28,7 @@ from offload.kernels_device import (
     triton_unavailable_reason,
 )
 from offload.ledger import Activity, Ledger, LedgerSnapshot, Link
+from offload.manifests import Commit, CommitName, ManifestError, Manifests
 from offload.measure import measure_rates
 from offload.pager import Pager, PagerFailedError, PagerState
 from offload.ranges import (
@@ -42,13 +45,17 @@ from offload.slots import Slot, SlotState, carve_slots
 from offload.spool import Spool, SpooledArray
 from offload.state import StateArrays, state_tensors, update_sub_group
 from offload.step import update
-from offload.store import Store, StoreParts, SwapDirectory
+from offload.store import KeptFile, Store, StoreParts, SwapDirectory
 from offload.transfers import CorruptionError, PageError, SlotTransfers
 from offload.write import write_parameters
 
 __all__ = [
     "Activity",
     "AdamWScalars",
+    "Commit",
+    "CommitName",
+    "Copies",
+    "CopyEntry",
     "CorruptionError",
     "Device",
     "DeviceKernels",
@@ -56,11 +63,14 @@ __all__ = [
     "Field",
     "HeapTrimmer",
     "HostDevice",
+    "KeptFile",
     "Kernels",
     "Ledger",
     "LedgerReport",
     "LedgerSnapshot",
     "Link",
+    "ManifestError",
+    "Manifests",
     "Memory",
     "PageError",
     "Pager",
@@ -75,6 +85,7 @@ __all__ = [
     "StateArrays",
     "StepRecord",
     "Store",
+    "StoreCommits",
     "StoreParts",
     "SwapDirectory",
     "add_block_sums",
@@ -87,6 +98,7 @@ __all__ = [
     "ensure_gradient",
     "field_dtype",
     "has_field",
+    "layout_digest",
     "load_device_kernels",
     "load_kernels",
     "measure_rates",

@@ -41,6 +41,7 @@ class Activity(enum.Enum):
     UPDATE = "update"
     COLLECTIVE = "collective"
     CHECKSUM = "checksum"
+    COMMIT = "commit"
 
 
 _WAITS = (Activity.READ_WAIT, Activity.WRITE_WAIT, Activity.SLOT_WAIT)

@@ -53,6 +53,10 @@ class Residents:
             if kind is section and self._plan.resident_parts(tier, section, segment)
         ]
 
+    def memory(self, section: Section, segment: int) -> Memory:
+        """Return the memory of what of a segment's section rests here, whole pages."""
+        return self._spans[section, segment]
+
     def arena_bytes(self, tier: Tier) -> int:
         """Return the bytes that were carved on a tier."""
         return sum(arena.used_bytes for (on, _), arena in self._arenas.items() if on is tier)

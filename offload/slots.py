@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Protocol
 
-from aio_ops import HostArena, Span, Ticket
+from aio_ops import HostArena, Span
 from estimators import Extent, Section, SlotPlan
 from offload.device import PASSED, Fence
 
@@ -27,6 +28,16 @@ _NEXT = {
 }
 
 
+class Waitable(Protocol):
+    """What is in flight for a slot: one transfer, or several at once."""
+
+    def done(self) -> bool:
+        """Return whether it is over, without waiting."""
+
+    def wait(self) -> None:
+        """Return once all bytes have moved, or raise."""
+
+
 class Slot:
     """One staging buffer; byte k of the slot is byte k of the extent that it stages."""
 
@@ -36,7 +47,7 @@ class Slot:
         self.state = SlotState.FREE
         self.extent: Extent | None = None
         self.sections: frozenset[Section] = frozenset()
-        self.ticket: Ticket | None = None
+        self.ticket: Waitable | None = None
         self.fence: Fence = PASSED
         """The last copy between the slot and a device; [Note: copies]."""
         self.is_leased = False

@@ -19,6 +19,7 @@ from estimators import (
 )
 from estimators.records import section_bytes
 from offload.arrays import clear_bytes
+from offload.copies import Copies
 from offload.device import (
     PASSED,
     Device,
@@ -54,6 +55,16 @@ class SwapDirectory:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptFile:
+    """A swap file that stays when the run ends, and which of its copies count."""
+
+    file: TransferFile
+    copies: Copies
+    is_new: bool
+    """Whether nothing was ever written to it."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoreParts:
     """What a store works with; made outside, so that tests can hand in a hostile engine."""
 
@@ -74,9 +85,13 @@ class StoreParts:
     """Where the model computes."""
     stripes: tuple[SwapDirectory, ...] = ()
     """With more than one, the swap file is striped over these and `directory` is not used."""
+    kept: KeptFile | None = None
+    """The swap file of a durable run, which is opened already."""
 
     def create_file(self, size_bytes: int) -> TransferFile:
-        """Make the swap file, on one drive or on several."""
+        """Make the swap file, on one drive or on several; that of a durable run is there."""
+        if self.kept is not None:
+            return self.kept.file
         if len(self.stripes) > 1:
             weights = [each.weight for each in self.stripes if each.weight is not None]
             return self.engine.create_striped_file(
@@ -102,7 +117,7 @@ class Store:
         """For what lies on a device that is not the host."""
         self.heap = HeapTrimmer()
         """Who frees much of what this store's users unshard or copy says so here."""
-        self._engine = parts.engine
+        self.engine = parts.engine
         self.written_states: set[int] = set()
         """Sub-groups whose state on NVMe was ever written; the others' is zero and is not read."""
         self._has_gradient = [False] * len(plan.request.segments)
@@ -110,6 +125,8 @@ class Store:
         self.suspended: str | None = None
         """Why all work is refused until this is None again: what is here is half replaced."""
         self.is_closed = False
+        self.is_restored = False
+        """Whether it holds what an earlier process committed: a model's own values do not count."""
         self.swap_file: TransferFile | None = None
         self.pager: Pager | None = None
         if plan.swap_file_bytes:
@@ -125,14 +142,11 @@ class Store:
         """The last copy out of gradients to host memory, by segment; [Note: copies]."""
         self.slot_arena = _slot_arena(plan, parts)
         self.slots: Sequence[Slot] = ()
-        if self.swap_file is not None:
+        self.transfers: SlotTransfers | None = None
+        if self.swap_file is not None and plan.slots.count:
             self.slots = carve_slots(self.slot_arena, plan.slots)
-            if parts.measures_schedule:
-                _measure_schedule(self._engine, self.swap_file, self.slot_arena)
-            transfers = SlotTransfers(
-                self._engine, self.swap_file, self.ledger, verify=parts.verify
-            )
-            self.pager = Pager(transfers, self.slots, self.ledger, burst=parts.burst)
+            self.transfers = self._open_transfers(self.swap_file, parts)
+            self.pager = Pager(self.transfers, self.slots, self.ledger, burst=parts.burst)
         self.ledger.rates = plan.request.rates
         self.ledger.parameter_numel = sum(
             group.numel for group in plan.sub_groups if group.tier(Section.STATE) is not None
@@ -254,7 +268,7 @@ class Store:
         self.staging = None
         if self.pager is not None:
             self.pager.close()
-        self._engine.close()
+        self.engine.close()
         if self.swap_file is not None:
             self.swap_file.close()
             self.swap_file = None
@@ -276,6 +290,14 @@ class Store:
         return section_bytes(self.plan.request, spec, group.numel)
 
     # Internals
+
+    def _open_transfers(self, swap_file: TransferFile, parts: StoreParts) -> SlotTransfers:
+        if parts.measures_schedule and (parts.kept is None or parts.kept.is_new):
+            _measure_schedule(self.engine, swap_file, self.slot_arena)
+        copies = parts.kept.copies if parts.kept is not None else None
+        return SlotTransfers(
+            self.engine, swap_file, self.ledger, verify=parts.verify, copies=copies
+        )
 
     def _read_section(self, section: Section, segment: int, target: Memory) -> Fence:
         """Copy parameters or gradients of a whole segment into `target`."""

@@ -4,6 +4,7 @@ from zero.averages import ShardedAverage
 from zero.comm import RankError, init_distributed
 from zero.compatibility import initialize
 from zero.config import ZeroConfig, load_config
+from zero.durable import DurableError
 from zero.engine import ZeroEngine
 from zero.errors import ConfigError, PlanError, ShardedAccessError
 from zero.external import register_external_parameter, unregister_external_parameter
@@ -35,6 +36,7 @@ from zero.weight_files import WeightFileError
 
 __all__ = [
     "ConfigError",
+    "DurableError",
     "GatheredParameters",
     "Init",
     "LoadReport",

@@ -15,6 +15,7 @@ from torch import nn
 
 from offload import Ledger, update
 from zero.checkpoint.engine_calls import CheckpointCalls
+from zero.durable import DurableRun
 from zero.errors import ConfigError
 from zero.hooks import ModuleHook
 from zero.integrity import adopt_replaced, check_model, find_slots, managed_parameters
@@ -63,6 +64,8 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self.resume_report: tuple[str, ...] = ()
         """What differed between the run that was loaded last and this one."""
         self.training_dataloader: ResumableLoader | None = None
+        self.durable: DurableRun | None = None
+        """What `tiers.durable` asked for: what was resumed, and `commit()`."""
         self.configured_groups = describe_configured(optimizer)
         """Hyper-parameters of the parameter groups before anything was loaded or scheduled."""
         self.plan: Plan = blueprint.plan
@@ -106,6 +109,16 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
                 ModuleHook(self.step), ModuleHook(self._restart_window), ModuleHook(self._holds)
             )
         self._finalizer = weakref.finalize(self, runtime.store.close)
+
+    def adopt(self, durable: DurableRun) -> None:
+        """Belong to a durable run: take up its state, and commit to it from now on."""
+        self.durable = durable
+        weakref.finalize(self, durable.close)
+        try:
+            durable.restore_engine(self)
+        except BaseException:
+            self.destroy()
+            raise
 
     @property
     def ledger(self) -> Ledger:
@@ -195,6 +208,8 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self.loss_scaler.update_scale(not math.isfinite(norm), reducer.not_finite)
         if self.lr_scheduler is not None and math.isfinite(norm):
             self.lr_scheduler.step()
+        if self.durable is not None:
+            self.durable.after_step(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  torch's own
         """Drop the gradients accumulated so far."""
@@ -254,8 +269,12 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self._runtime.drop_gradients()
         self._finalizer()
         self._runtime.store.heap.trim()
+        if self.durable is not None:
+            self.durable.close()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
+        if self.durable is not None:
+            self.durable.deliver_pending()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
@@ -385,6 +404,12 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
 
     def _plan_anew(self, resize: Resize | None) -> None:
         """Build the runtime anew for a model that has changed, see [Note: replan]."""
+        if self.durable is not None:
+            raise RuntimeError(
+                "parameters of a durable run cannot be resized, frozen, unfrozen or grouped while"
+                " it lives: its commits belong to one plan. Do it before zero.initialize, or save a"
+                " checkpoint and load it into a run of another tiers.durable.name"
+            )
         if self.optimizer is None or self._micro_batches or not self._is_idle:
             raise RuntimeError(
                 "parameters can be resized, frozen and unfrozen between steps of an engine with an"

@@ -49,7 +49,10 @@ def initialise_module(
 
 
 def seal_segment(segment: Segment, store: Store, communicator: Communicator) -> None:
-    """Move the values of a segment's parameters into this rank's shard; rank 0's values count."""
+    """Move the values of a segment's parameters into this rank's shard; rank 0's values count.
+
+    Where the store holds those of a durable run, they stay.
+    """
     masters = np.zeros(segment.layout.shard_numel, np.float32)
     target = torch.from_numpy(masters)
     pieces: dict[int, list[tuple[int, int, int]]] = {}
@@ -60,7 +63,8 @@ def seal_segment(segment: Segment, store: Store, communicator: Communicator) -> 
             values = _full_values(member.parameter, communicator)
             for first, start, numel in pieces.get(index, []):
                 target[start : start + numel] = values[first : first + numel].float()
-    write_parameters(store, segment.index, masters)
+    if not store.is_restored:
+        write_parameters(store, segment.index, masters)
     segment.attach(store)
 
 

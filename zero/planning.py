@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from aio_ops import Engine, open_engine
 from estimators import (
+    Budget,
     DriveRates,
     ElementType,
     MemoryPlan,
@@ -103,6 +104,17 @@ class Blueprint:
 
 
 @dataclass(frozen=True, slots=True)
+class Recalled:
+    """What the plan of a durable run was made from, so that it can be made again."""
+
+    host_bytes: int | None = None
+    """One rank's host budget; counts where the configuration leaves it to the machine."""
+    rates: DriveRates | None = None
+    held_bytes: int | None = None
+    """Bytes of the swap file that is there already; None without one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Changes:
     """What differs from the model as it stands, when an engine is planned anew."""
 
@@ -112,6 +124,7 @@ class Changes:
     """By id of the parameter: its elements once it is resized."""
     replaced: object = None
     """The runtime that holds the parameters until then."""
+    recalled: Recalled = field(default_factory=Recalled)
 
 
 def plan_memory(model: nn.Module, config: ConfigSource, world_size: int | None = None) -> Plan:
@@ -150,6 +163,7 @@ def open_io_engine(settings: Settings) -> Engine:
     """Open the engine that the settings ask for; "auto" tries each in the swap directory."""
     aio = settings.aio
     pages = Tier.NVME in (settings.parameter_offload.tier, settings.optimizer_offload.tier)
+    pages = pages or settings.tiers.durable is not None
     path = settings.tiers.nvme[0].path if pages and settings.tiers.nvme else None
     return open_engine(
         aio.engine,
@@ -204,13 +218,20 @@ def make_blueprint(
         start_bytes=start_bytes(units, world_size) if device.is_host else 0,
         slot_count=settings.tiers.slot_count,
         micro_batches=settings.batch.accumulation_steps,
-        rates=drive_rates(settings, engine, local_world_size),
+        rates=(
+            changes.recalled.rates
+            if changes.recalled.held_bytes is not None
+            else drive_rates(settings, engine, local_world_size)
+        ),
+        durable=settings.tiers.durable is not None,
         device_is_host=device.is_host,
         update_on_device=not device.is_host and settings.tiers.update_device != "cpu",
     )
-    budget, source = node_budget(request, settings, local_world_size)
+    budget, source = _budget(request, settings, local_world_size, changes.recalled)
     memory = plan_placement(request, budget)
-    nvme = _swap_directories(settings, request, memory.swap_file_bytes, local_world_size)
+    held = changes.recalled.held_bytes
+    needed = memory.swap_file_bytes if held is None else 0
+    nvme = _swap_directories(settings, request, needed, local_world_size)
     warn_if_beyond_machine(memory, local_world_size)
     plan = Plan(
         memory=memory,
@@ -233,11 +254,22 @@ def _check_ranks(device: Device, world_size: int) -> None:
         )
 
 
+def _budget(
+    request: PlacementRequest, settings: Settings, local_world_size: int, recalled: Recalled
+) -> tuple[Budget, str]:
+    """Return the budget of a rank: as configured, as a durable run had it, or from the machine."""
+    if recalled.host_bytes is None or settings.tiers.host_memory_bytes is not None:
+        return node_budget(request, settings, local_world_size)
+    given = replace(settings.tiers, host_memory_bytes=recalled.host_bytes * local_world_size)
+    budget, _ = node_budget(request, replace(settings, tiers=given), local_world_size)
+    return budget, "as the durable run began (auto)"
+
+
 def _swap_directories(
     settings: Settings, request: PlacementRequest, size_bytes: int, local_world_size: int
 ) -> tuple[SwapDirectory, ...]:
     """Return where the swap files go, having looked whether they fit there."""
-    if Tier.NVME not in (request.parameter_tier, request.optimizer_tier):
+    if not request.durable and Tier.NVME not in (request.parameter_tier, request.optimizer_tier):
         return ()
     if not settings.tiers.nvme:
         raise PlanError("something is offloaded to NVMe but no path is given; set nvme_path")

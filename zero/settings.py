@@ -35,6 +35,14 @@ class NvmeSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class DurableSettings:
+    """A run that is kept under a name, and how often it commits."""
+
+    name: str
+    every_steps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class TierSettings:
     """How much of each tier a node gives; None means decided from the machine ("auto")."""
 
@@ -51,6 +59,7 @@ class TierSettings:
     write_burst: int = 0
     measures_schedule: bool = False
     verify: bool = False
+    durable: DurableSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.settings import (
     AioSettings,
     BatchSettings,
+    DurableSettings,
     NamedFactory,
     NvmeSettings,
     OffloadSettings,
@@ -177,6 +178,7 @@ class ZeroConfig(Document):
             write_burst=tiers.write_burst,
             measures_schedule=tiers.io_schedule == "measure",
             verify=tiers.verify,
+            durable=DurableSettings(**tiers.durable) if tiers.durable else None,
         )
 
     def _scheduler_factory(self) -> NamedFactory | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from zero.config import other_models as other
 from zero.config.keys import Auto, Section, key, no_effect, refused
 from zero.config.names import OPTIMIZERS
-from zero.config.other_values import ByteSize, FolderPath, Free, Parameters, Text
+from zero.config.other_values import ByteSize, DurableRun, FolderPath, Free, Parameters, Text
 from zero.config.values import Choice, Integer, Number, Switch
 from zero.config.zero_models import ZeroOptimization
 
@@ -94,11 +94,10 @@ class Tiers(Section):
         default="auto",
         auto=Auto.MACHINE,
     )
-    durable: Annotated[Any, Free()] = refused(
-        "keep training state on NVMe over a crash",
+    durable: Annotated[dict[str, Any] | None, DurableRun()] = key(
+        "keep the run under a name in the directories of tiers.nvme, committed every so many"
+        " steps: whatever kills it, zero.initialize resumes at the last commit (docs/durable.md)",
         default=False,
-        why=_LATER,
-        instead="write false",
     )
     verify: _SWITCH = key(
         "check at every page-in that NVMe gives back the bytes that were written (xxhash)",
