@@ -1,6 +1,7 @@
 """Tiers, slots, pager, state formats and the update: knows shards of tensors, no ranks."""
 
 from offload.arrays import array_at, copy_bytes, tensor_at, tensor_span
+from offload.codes import RoundingKey
 from offload.commits import StoreCommits, layout_digest
 from offload.copies import Copies, CopyEntry
 from offload.device import (
@@ -15,7 +16,6 @@ from offload.device import (
 from offload.footprint import disk_bytes, process_bytes, resident_set_bytes
 from offload.heap import HeapTrimmer
 from offload.kernels import (
-    AdamWScalars,
     Kernels,
     load_kernels,
     native_available,
@@ -30,6 +30,7 @@ from offload.kernels_device import (
 from offload.ledger import Activity, Ledger, LedgerSnapshot, Link
 from offload.manifests import Commit, CommitName, ManifestError, Manifests
 from offload.measure import measure_rates
+from offload.operands import StateArrays
 from offload.pager import Pager, PagerFailedError, PagerState
 from offload.ranges import (
     Field,
@@ -41,9 +42,17 @@ from offload.ranges import (
     write_range,
 )
 from offload.report import LedgerReport, StepRecord
+from offload.rules import (
+    AdagradScalars,
+    AdamScalars,
+    AdamWScalars,
+    LionScalars,
+    SgdScalars,
+    UpdateScalars,
+)
 from offload.slots import Slot, SlotState, carve_slots
 from offload.spool import Spool, SpooledArray
-from offload.state import StateArrays, state_tensors, update_sub_group
+from offload.state import state_tensors, update_sub_group
 from offload.step import update
 from offload.store import KeptFile, Store, StoreParts, SwapDirectory
 from offload.transfers import CorruptionError, PageError, SlotTransfers
@@ -51,6 +60,8 @@ from offload.write import write_parameters
 
 __all__ = [
     "Activity",
+    "AdagradScalars",
+    "AdamScalars",
     "AdamWScalars",
     "Commit",
     "CommitName",
@@ -69,6 +80,7 @@ __all__ = [
     "LedgerReport",
     "LedgerSnapshot",
     "Link",
+    "LionScalars",
     "ManifestError",
     "Manifests",
     "Memory",
@@ -76,6 +88,8 @@ __all__ = [
     "Pager",
     "PagerFailedError",
     "PagerState",
+    "RoundingKey",
+    "SgdScalars",
     "ShardReader",
     "Slot",
     "SlotState",
@@ -88,6 +102,7 @@ __all__ = [
     "StoreCommits",
     "StoreParts",
     "SwapDirectory",
+    "UpdateScalars",
     "add_block_sums",
     "array_at",
     "carve_slots",

@@ -19,8 +19,9 @@ import torch
 from estimators import ElementType, Section, SegmentSpec, StateField, SubGroup
 from offload.arrays import array_at, clear_bytes, tensor_at, torch_dtype
 from offload.host_view import HostView
+from offload.operands import StateArrays
 from offload.slots import Slot
-from offload.state import StateArrays, state_arrays
+from offload.state import state_arrays
 from offload.store import Store
 from offload.write import encode_masters
 

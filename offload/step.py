@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from estimators import Extent, Section, SubGroup
 from offload.arrays import array_at, clear_bytes
 from offload.host_view import HostView
-from offload.kernels import AdamWScalars
+from offload.kernel_calls import Array
 from offload.ledger import Activity
+from offload.rules import UpdateScalars
 from offload.slots import Slot
-from offload.state import Array, state_arrays, update_sub_group
+from offload.state import state_arrays, update_sub_group
 from offload.step_device import StreamedUpdate
 from offload.store import Store, count_use
 
@@ -21,7 +22,7 @@ GradientPieces = Sequence[tuple[int, Array]]
 
 def update(
     store: Store,
-    scalars: Sequence[AdamWScalars],
+    scalars: Sequence[UpdateScalars],
     on_segment: Callable[[int], None],
     pieces_of: Callable[[int], GradientPieces | None] = lambda _: None,
 ) -> None:
@@ -83,7 +84,7 @@ def update(
 def _update_on_host(
     store: Store,
     groups: Sequence[SubGroup],
-    scalars: Sequence[AdamWScalars],
+    scalars: Sequence[UpdateScalars],
     lend: Callable[[int], Slot | None],
     calls: tuple[Callable[[int], GradientPieces | None], Callable[[SubGroup], None]],
 ) -> None:
@@ -149,7 +150,7 @@ def _lend(
 def _update_pieces(
     store: Store,
     group: SubGroup,
-    scalars: Sequence[AdamWScalars],
+    scalars: Sequence[UpdateScalars],
     pieces: GradientPieces,
     slot: Slot | None,
 ) -> None:
@@ -179,7 +180,7 @@ def _update_pieces(
 
 
 def _update_group(
-    store: Store, group: SubGroup, scalars: Sequence[AdamWScalars], slot: Slot | None
+    store: Store, group: SubGroup, scalars: Sequence[UpdateScalars], slot: Slot | None
 ) -> None:
     spec = store.plan.request.segments[group.segment]
     view = HostView(store, group, slot, store.staging)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from estimators import Section, SubGroup, record_layout
+from estimators import Section, SubGroup
 from estimators.records import DEVICE_BUFFER_COUNT, staged_offsets
 from offload.device import PASSED, DeviceMemory, Fence, Memory, elements_at, last_of
-from offload.kernels import AdamWScalars
+from offload.rules import UpdateScalars
 from offload.slots import Slot
 from offload.state import state_tensors, update_sub_group
 from offload.store import Store
@@ -47,7 +47,7 @@ class StreamedUpdate:
     """One update of all sub-groups, see [Note: streamed update]."""
 
     def __init__(
-        self, store: Store, scalars: Sequence[AdamWScalars], on_update: Callable[[SubGroup], None]
+        self, store: Store, scalars: Sequence[UpdateScalars], on_update: Callable[[SubGroup], None]
     ) -> None:
         self._store = store
         self._scalars = scalars
@@ -141,7 +141,7 @@ class StreamedUpdate:
             staged.memory[section].bytes.zero_()
         if not store.has_gradient(group.segment):
             staged.memory[Section.GRADIENT].bytes.zero_()
-        layout = record_layout(store.plan.request.state_format, spec.element, group.numel)
+        layout = store.plan.request.record_of(spec, group.numel)
         update_sub_group(
             store.device_kernels,
             elements_at(staged.memory[Section.PARAMETER], spec.element, group.numel),
