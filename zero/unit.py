@@ -33,8 +33,8 @@ from offload import (
 )
 from offload.arrays import torch_dtype
 from offload.ledger import Activity
-from zero.burial import Grave, bury_all
 from zero.comm import Communicator
+from zero.seal import seal_all, sealed_like
 from zero.units import ManagedParameter
 
 AUDITED_WINDOWS = 3
@@ -80,7 +80,7 @@ class Segment:
         self._versions: list[int] = []
         self._shapes: list[torch.Size] = []
         self._views: list[torch.Tensor] = []
-        self.graves: list[Grave] = []
+        self._sealed: list[torch.Tensor] = []
         self._checksums: list[int] = []
         self._has_masters = False
         """Whether it rests in place and its masters elsewhere."""
@@ -116,7 +116,7 @@ class Segment:
         """Let go of the flat buffer: the parameters have their values elsewhere now."""
         self.flat = torch.empty(0, dtype=self.flat.dtype)
         self._views.clear()
-        self.graves.clear()
+        self._sealed.clear()
 
     def fill(self, store: Store, ledger: Ledger) -> None:
         """Read this rank's shard into the flat buffer and gather the others'."""
@@ -152,7 +152,7 @@ class Segment:
             self._renew()
             return
         storage.resize_(0)
-        bury_all(self.parameters, self.graves)
+        seal_all(self.parameters, self._sealed)
 
     def changed(
         self, since: Sequence[int] | None = None, position: int | None = None
@@ -285,9 +285,9 @@ class Segment:
             self.flat = torch.empty(self.layout.padded_numel, dtype=torch_dtype(self.spec.element))
             self._cut()
             _link(self.parameters, self._views)
-            self.graves = [Grave(view) for view in self._views]
+            self._sealed = [sealed_like(view) for view in self._views]
         self.flat.untyped_storage().resize_(0)
-        bury_all(self.parameters, self.graves)
+        seal_all(self.parameters, self._sealed)
 
     def _cut(self) -> None:
         """Make the views of the flat buffer that become parameters; it must be full."""
@@ -380,12 +380,6 @@ class Unit:
         for segment in self.segments:
             segment.expose()
         self.move_to(UnitState.UNSHARDED)
-
-    def await_backward(self, *, is_awaited: bool) -> None:
-        """Say whether a graph of this unit is about to be walked back, see [Note: burial]."""
-        for segment in self.segments:
-            for grave in segment.graves:
-                grave.await_backward(is_awaited=is_awaited)
 
     def reshard(self) -> None:
         """Free the full parameters.
