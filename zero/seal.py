@@ -1,12 +1,12 @@
 """What lies behind a parameter while it is sharded: nothing that could be read by mistake.
 
 [Note: seal] A freed storage is no guard: code that reaches memory without asking
-`__torch_function__` (`torch.tensor(weight)`, `torch.distributed.broadcast(weight, 0)`, a scripted
-function, an extension in C++) would read it and end the process. So between windows
-`parameter.data` is a tensor of the true shape, type and device without memory, whose dispatch keys
-send every operator to a backend that nobody has, quantized tensors of "hpu": it raises. Its device
-stays the CPU, for autograd forgets the node that accumulates a gradient when the device changes,
-and aborts the process where it records an operator on a device that torch is not built for.
+`__torch_function__` (`torch.tensor(weight)`, a scripted function, an extension in C++) would read
+it and end the process. So between windows `parameter.data` is a tensor of the true shape, type and
+device without memory, whose dispatch keys send every operator to a backend that nobody has,
+quantized tensors of "hpu": it raises. Its device stays the CPU, for autograd forgets the node that
+accumulates a gradient when the device changes, and aborts the process where it records an operator
+on a device that torch is not built for.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ class StoreSource(ShardSource):
         self.settle(field)
         first = self.own_range()[0] + start
         write_range(self.runtime.store, self.segment_index, field, first, values.contiguous())
-        if self.segment.is_in_place and field in (Field.PARAMETER, Field.MASTER):
+        if field in (Field.PARAMETER, Field.MASTER):
             self.segment.accept_changes(self.position)
 
     def live(self) -> torch.Tensor | None:

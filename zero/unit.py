@@ -5,6 +5,11 @@
 look like an in-place change to autograd. Saved tensors of autograd share its storage: resizing the
 storage to zero frees them too, and filling it again revives them.
 
+[Note: hidden writes] A write through `.data` or a numpy array moves no version counter, and no hook
+could see it without making every operator slower. So each parameter's values are summed up (xxh3,
+at several times the speed of filling the buffer) before and after each window. On one rank the sum
+of an earlier window serves as long as nobody has written the shard.
+
 [Note: changes in place] A 16-bit parameter that rests in place has its master elsewhere, which a
 write to the parameter must reach, and a write through `.data` moves no version counter. So such a
 segment keeps a checksum of each parameter from when both last agreed; whatever differs when the
@@ -33,13 +38,10 @@ from offload import (
 )
 from offload.arrays import torch_dtype
 from offload.ledger import Activity
+from zero.aliases import LateAliases
 from zero.comm import Communicator
 from zero.seal import seal_all, sealed_like
 from zero.units import ManagedParameter
-
-AUDITED_WINDOWS = 3
-"""Windows of a segment whose values are summed up before and after: a write through `.data` moves
-no version counter."""
 
 
 class UnitState(enum.Enum):
@@ -84,8 +86,11 @@ class Segment:
         self._checksums: list[int] = []
         self._has_masters = False
         """Whether it rests in place and its masters elsewhere."""
-        self._audits_left = AUDITED_WINDOWS
+        self._sums_hold = False
+        """Whether the checksums are those of what rests in the shards now."""
+        self._is_exposed = False
         self._use_count = 0
+        self._aliases = LateAliases()
 
     @property
     def versions(self) -> list[int]:
@@ -135,8 +140,9 @@ class Segment:
         if not self.is_in_place:
             _link(self.parameters, self._views)
             self._use_count = _use_count(self.flat)
-            self._checksums = self.checksums() if self._audits_left > 0 else []
-            self._audits_left -= 1
+            if not self._sums_hold or self._communicator.world_size > 1:
+                self._checksums = self.checksums()
+            self._sums_hold = self._is_exposed = True
         self._versions = self.versions
 
     def hide(self) -> None:
@@ -148,6 +154,9 @@ class Segment:
             return
         storage = self.flat.untyped_storage()
         aliased = _use_count(self.flat) > self._use_count
+        if aliased and self._is_exposed:
+            self._aliases.add(storage, self.flat.dtype, self.checksums())
+        self._is_exposed = False
         if aliased or not storage.resizable() or any(map(self._has_strayed, self.members)):
             self._renew()
             return
@@ -174,7 +183,10 @@ class Segment:
 
     def checksums(self, positions: Sequence[int] | None = None) -> list[int]:
         """Return a checksum of the values of each parameter, or of those at some positions."""
-        memory = tensor_span(self.flat).view() if self.flat.numel() else memoryview(b"")
+        return self._sums_of(self.flat, positions)
+
+    def _sums_of(self, flat: torch.Tensor, positions: Sequence[int] | None = None) -> list[int]:
+        memory = tensor_span(flat).view() if flat.numel() else memoryview(b"")
         size = self.flat.element_size()
         layout = self.layout
         return [
@@ -233,15 +245,17 @@ class Segment:
 
     def accept_changes(self, position: int | None = None) -> None:
         """Take the current values as unchanged, or those of one parameter."""
+        self._sums_hold = False
         if position is None:
             self._versions = self.versions
-            self._checksums = self.checksums() if self._has_masters else []
+        elif self._versions:
+            self._versions[position] = self.members[position].parameter._version
+        if not (self._has_masters or self._is_exposed):
             return
-        self._versions[position] = self.members[position].parameter._version
-        if self._has_masters:
-            self._checksums[position] = self.checksums([position])[0]
+        if position is None:
+            self._checksums = self.checksums()
         else:
-            self._checksums = []
+            self._checksums[position] = self.checksums([position])[0]
 
     def commit(self, store: Store, position: int | None = None) -> None:
         """Take over what a user changed in place, see [Note: changes in place].
@@ -251,6 +265,7 @@ class Segment:
             position: the only parameter to look at; all of them by default.
         """
         if not self.is_in_place:
+            self.require_no_late_writes()
             return
         if any(map(self._has_strayed, self.members)):
             position = None
@@ -261,15 +276,30 @@ class Segment:
                 write_members(self, store, changed)
             self.accept_changes(position)
 
+    def require_no_late_writes(self) -> None:
+        """Refuse to go on if memory that a user kept from an earlier window was written.
+
+        Raises:
+            RuntimeError: naming the parameters, because the change is lost.
+        """
+        written = self._aliases.written(self._sums_of)
+        if written:
+            names = ", ".join(self.members[position].name for position in written)
+            raise RuntimeError(
+                f"memory of parameters {names} was kept from a window of unit {self.spec.unit} that"
+                " has ended (by `.data`, detach() or a view) and written since, and the change is"
+                " lost; write to the parameters themselves, or take the alias anew"
+            )
+
     def forget_value(self, position: int) -> None:
         """Tell autograd that one parameter changed, and take the change as known."""
         torch.autograd.graph.increment_version([self.members[position].parameter])
-        if self._versions:
-            self.accept_changes(position)
+        self.accept_changes(position)
 
     def forget_values(self) -> None:
         """Tell autograd that the values changed: a graph that saved the old ones must not run."""
         torch.autograd.graph.increment_version(self.parameters)
+        self._sums_hold = False
 
     def _has_strayed(self, member: ManagedParameter) -> bool:
         """Tell whether a parameter was moved off the flat buffer, for example by `.data = ...`."""
@@ -370,6 +400,7 @@ class Unit:
         self.move_to(UnitState.UNSHARDING)
         try:
             for segment in self.segments:
+                segment.require_no_late_writes()
                 segment.fill(store, store.ledger)
         except BaseException:
             store.reclaim()

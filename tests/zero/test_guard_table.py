@@ -365,7 +365,7 @@ OTHER_ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "shapes that do not fit": (lambda w: w @ torch.ones(3), RuntimeError, "size mismatch|shapes"),
     "torch.tensor": (torch.tensor, NotImplementedError, "(?i)hpu"),
     "a scripted function": (scripted, RuntimeError, "(?i)hpu"),
-    "dist.broadcast": (broadcast, NotImplementedError, "(?i)hpu"),
+    "raw collective": (raw(broadcast), NotImplementedError, "(?i)hpu"),
     "raw addition": (raw(lambda w: w + 1), NotImplementedError, "(?i)hpu"),
     "raw copy": (raw(lambda w: torch.ones(16, 16).copy_(w)), RuntimeError, "(?i)hpu|quantized"),
     "raw write": (raw(lambda w: w.detach().zero_()), NotImplementedError, "(?i)hpu"),
