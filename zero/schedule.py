@@ -180,8 +180,6 @@ class UnitScheduler:
             node = tensor.grad_fn
             if node is not None:
                 node.register_prehook(ModuleHook(self._needed, unit, token))
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            unit.await_backward(is_awaited=True)
         self._release(unit)
         return output
 
@@ -230,8 +228,6 @@ class UnitScheduler:
 
     def _release(self, unit: Unit) -> None:
         if not unit.is_held:
-            if torch._C._current_graph_task_id() != -1:
-                unit.await_backward(is_awaited=False)
             self._guard.forget(unit)
             held_bytes = unit.live_bytes
             unit.reshard()

@@ -21,7 +21,6 @@ from offload import Field, ensure_gradient, field_dtype, has_field, read_range, 
 from zero.errors import ShardedAccessError
 
 if TYPE_CHECKING:
-    from zero.burial import Grave
     from zero.comm import Communicator
     from zero.runtime import Runtime
     from zero.unit import Segment, Unit
@@ -77,10 +76,6 @@ class ShardSource(abc.ABC):
     def live(self) -> torch.Tensor | None:
         """Return the unsharded values if they are in memory and count, shape `shape`."""
         return None
-
-    @abc.abstractmethod
-    def grave(self) -> Grave | None:
-        """Return what the parameter has in place of values while it is sharded."""
 
     def after_write(self, field: Field) -> None:  # noqa: B027  most sources have nothing to do
         """Tell whoever depends on a field that it changed."""
@@ -235,7 +230,7 @@ class StoreSource(ShardSource):
         self.settle(field)
         first = self.own_range()[0] + start
         write_range(self.runtime.store, self.segment_index, field, first, values.contiguous())
-        if self.segment.is_in_place and field in (Field.PARAMETER, Field.MASTER):
+        if field in (Field.PARAMETER, Field.MASTER):
             self.segment.accept_changes(self.position)
 
     def live(self) -> torch.Tensor | None:
@@ -245,11 +240,6 @@ class StoreSource(ShardSource):
             return None
         offset, numel = segment.layout.offsets[self.position], segment.layout.numels[self.position]
         return segment.flat[offset : offset + numel].view(self.shape)
-
-    def grave(self) -> Grave | None:
-        """Return what the parameter has in place of values while it is sharded."""
-        segment = self.segment
-        return None if segment.is_in_place else segment.graves[self.position]
 
     def after_write(self, field: Field) -> None:
         """Invalidate graphs that saved the old values; measure a gradient that was set.

@@ -238,9 +238,6 @@ def _get_gradient(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -
     source = source_of(item)
     if not source.is_alive or not source.has(Field.GRADIENT):
         return None
-    grave = source.grave()
-    if grave is not None:
-        grave.lay_open(item)  # an optimizer will compare devices of the two
     geometry = torch.empty(source.shape, dtype=source.dtype(Field.GRADIENT), device="meta")
     return ShardedView.of(item, geometry, Field.GRADIENT, is_differentiable=False)
 
@@ -263,9 +260,6 @@ def _set_gradient(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -
     if value.shape != item.shape:
         raise refusal(item, f"setting .grad to shape {tuple(value.shape)}", "use its own shape")
     if not isinstance(source, StoreSource) or not source.is_trained:
-        grave = source.grave()
-        if grave is not None:
-            grave.lay_open(item)
         run_plainly(func, (item, value), kwargs)
         return
     source.communicator.join(f"setting the gradient of {source.name}")

@@ -5,6 +5,11 @@
 look like an in-place change to autograd. Saved tensors of autograd share its storage: resizing the
 storage to zero frees them too, and filling it again revives them.
 
+[Note: hidden writes] A write through `.data` or a numpy array moves no version counter, and no hook
+could see it without making every operator slower. So each parameter's values are summed up (xxh3,
+at several times the speed of filling the buffer) before and after each window. On one rank the sum
+of an earlier window serves as long as nobody has written the shard.
+
 [Note: changes in place] A 16-bit parameter that rests in place has its master elsewhere, which a
 write to the parameter must reach, and a write through `.data` moves no version counter. So such a
 segment keeps a checksum of each parameter from when both last agreed; whatever differs when the
@@ -36,13 +41,10 @@ from offload import (
 )
 from offload.arrays import torch_dtype
 from offload.ledger import Activity
-from zero.burial import Grave, bury_all
+from zero.aliases import LateAliases
 from zero.comm import Communicator
+from zero.seal import seal_all, sealed_like
 from zero.units import ManagedParameter
-
-AUDITED_WINDOWS = 3
-"""Windows of a segment whose values are summed up before and after: a write through `.data` moves
-no version counter."""
 
 
 class UnitState(enum.Enum):
@@ -84,12 +86,15 @@ class Segment:
         self._versions: list[int] = []
         self._shapes: list[torch.Size] = []
         self._views: list[torch.Tensor] = []
-        self.graves: list[Grave] = []
+        self._sealed: list[torch.Tensor] = []
         self._checksums: list[int] = []
         self._has_masters = False
         """Whether it rests in place and its masters elsewhere."""
-        self._audits_left = AUDITED_WINDOWS
+        self._sums_hold = False
+        """Whether the checksums are those of what rests in the shards now."""
+        self._is_exposed = False
         self._use_count = 0
+        self._aliases = LateAliases()
 
     @property
     def versions(self) -> list[int]:
@@ -121,7 +126,7 @@ class Segment:
         """Let go of the flat buffer: the parameters have their values elsewhere now."""
         self.flat = torch.empty(0, dtype=self.flat.dtype)
         self._views.clear()
-        self.graves.clear()
+        self._sealed.clear()
 
     def fill(self, store: Store, ledger: Ledger) -> None:
         """Read this rank's shard into the flat buffer and gather the others'."""
@@ -141,8 +146,9 @@ class Segment:
         if not self.is_in_place:
             _link(self.parameters, self._views)
             self._use_count = _use_count(self.flat)
-            self._checksums = self.checksums() if self._audits_left > 0 else []
-            self._audits_left -= 1
+            if not self._sums_hold or self._communicator.world_size > 1:
+                self._checksums = self.checksums()
+            self._sums_hold = self._is_exposed = True
         self._versions = self.versions
 
     def hide(self) -> None:
@@ -154,11 +160,14 @@ class Segment:
             return
         storage = self.flat.untyped_storage()
         aliased = _use_count(self.flat) > self._use_count
+        if aliased and self._is_exposed:
+            self._aliases.add(storage, self.flat.dtype, self.checksums())
+        self._is_exposed = False
         if aliased or not storage.resizable() or any(map(self._has_strayed, self.members)):
             self._renew()
             return
         storage.resize_(0)
-        bury_all(self.parameters, self.graves)
+        seal_all(self.parameters, self._sealed)
 
     def changed(
         self, since: Sequence[int] | None = None, position: int | None = None
@@ -180,14 +189,17 @@ class Segment:
 
     def checksums(self, positions: Sequence[int] | None = None) -> list[int]:
         """Return a checksum of the values of each parameter, or of those at some positions."""
+        return self._sums_of(self.flat, positions)
+
+    def _sums_of(self, flat: torch.Tensor, positions: Sequence[int] | None = None) -> list[int]:
         layout = self.layout
         ranges = [
             (layout.offsets[each], layout.offsets[each] + layout.numels[each])
             for each in (range(len(self.members)) if positions is None else positions)
         ]
         if not self._device.is_host:
-            return device_checksums(self.flat, ranges)
-        memory = tensor_span(self.flat).view() if self.flat.numel() else memoryview(b"")
+            return device_checksums(flat, ranges)
+        memory = tensor_span(flat).view() if flat.numel() else memoryview(b"")
         size = self.flat.element_size()
         return [
             xxhash.xxh3_64_intdigest(memory[start * size : stop * size]) for start, stop in ranges
@@ -241,15 +253,17 @@ class Segment:
 
     def accept_changes(self, position: int | None = None) -> None:
         """Take the current values as unchanged, or those of one parameter."""
+        self._sums_hold = False
         if position is None:
             self._versions = self.versions
-            self._checksums = self.checksums() if self._has_masters else []
+        elif self._versions:
+            self._versions[position] = self.members[position].parameter._version
+        if not (self._has_masters or self._is_exposed):
             return
-        self._versions[position] = self.members[position].parameter._version
-        if self._has_masters:
-            self._checksums[position] = self.checksums([position])[0]
+        if position is None:
+            self._checksums = self.checksums()
         else:
-            self._checksums = []
+            self._checksums[position] = self.checksums([position])[0]
 
     def commit(self, store: Store, position: int | None = None) -> None:
         """Take over what a user changed in place, see [Note: changes in place].
@@ -259,6 +273,7 @@ class Segment:
             position: the only parameter to look at; all of them by default.
         """
         if not self.is_in_place:
+            self.require_no_late_writes()
             return
         if any(map(self._has_strayed, self.members)):
             position = None
@@ -269,15 +284,30 @@ class Segment:
                 write_members(self, store, changed)
             self.accept_changes(position)
 
+    def require_no_late_writes(self) -> None:
+        """Refuse to go on if memory that a user kept from an earlier window was written.
+
+        Raises:
+            RuntimeError: naming the parameters, because the change is lost.
+        """
+        written = self._aliases.written(self._sums_of)
+        if written:
+            names = ", ".join(self.members[position].name for position in written)
+            raise RuntimeError(
+                f"memory of parameters {names} was kept from a window of unit {self.spec.unit} that"
+                " has ended (by `.data`, detach() or a view) and written since, and the change is"
+                " lost; write to the parameters themselves, or take the alias anew"
+            )
+
     def forget_value(self, position: int) -> None:
         """Tell autograd that one parameter changed, and take the change as known."""
         torch.autograd.graph.increment_version([self.members[position].parameter])
-        if self._versions:
-            self.accept_changes(position)
+        self.accept_changes(position)
 
     def forget_values(self) -> None:
         """Tell autograd that the values changed: a graph that saved the old ones must not run."""
         torch.autograd.graph.increment_version(self.parameters)
+        self._sums_hold = False
 
     def _has_strayed(self, member: ManagedParameter) -> bool:
         """Tell whether a parameter was moved off the flat buffer, for example by `.data = ...`."""
@@ -294,9 +324,9 @@ class Segment:
             self.flat = self._device.empty(self.layout.padded_numel, dtype)
             self._cut()
             _link(self.parameters, self._views)
-            self.graves = [Grave(view) for view in self._views]
+            self._sealed = [sealed_like(view) for view in self._views]
         self.flat.untyped_storage().resize_(0)
-        bury_all(self.parameters, self.graves)
+        seal_all(self.parameters, self._sealed)
 
     def _cut(self) -> None:
         """Make the views of the flat buffer that become parameters; it must be full."""
@@ -379,6 +409,7 @@ class Unit:
         self.move_to(UnitState.UNSHARDING)
         try:
             for segment in self.segments:
+                segment.require_no_late_writes()
                 segment.fill(store, store.ledger)
         except BaseException:
             store.reclaim()
@@ -389,12 +420,6 @@ class Unit:
         for segment in self.segments:
             segment.expose()
         self.move_to(UnitState.UNSHARDED)
-
-    def await_backward(self, *, is_awaited: bool) -> None:
-        """Say whether a graph of this unit is about to be walked back, see [Note: burial]."""
-        for segment in self.segments:
-            for grave in segment.graves:
-                grave.await_backward(is_awaited=is_awaited)
 
     def reshard(self) -> None:
         """Free the full parameters.
