@@ -75,3 +75,5 @@ class PlacementRequest:
     """Micro-batches of a step: each reads the parameters twice and adds to the gradients."""
     rates: DriveRates | None = None
     """What the drive can do, measured or given; None weighs reads and writes alike."""
+    replicates: bool = False
+    """Whether each rank has all parameters in full, on the device, its own shard among them."""

@@ -28,7 +28,7 @@ from offload.spool import Spool, SpooledArray
 from offload.step import update
 from offload.store import Store, StoreParts, SwapDirectory
 from offload.transfers import CorruptionError, PageError, SlotTransfers
-from offload.write import write_parameters
+from offload.write import round_like_store, write_parameters
 
 __all__ = [
     "Activity",
@@ -69,6 +69,7 @@ __all__ = [
     "process_bytes",
     "read_range",
     "resident_set_bytes",
+    "round_like_store",
     "tensor_at",
     "tensor_span",
     "update",

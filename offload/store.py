@@ -58,6 +58,8 @@ class StoreParts:
     """Whether the drive's faster order of reads and writes is found out on the new swap file."""
     pins_slots: bool = False
     """Whether slots are locked in RAM and registered with the engine, where that is allowed."""
+    position: int = 0
+    """Which part of the parameters the shard is, where they are kept in full."""
     stripes: tuple[SwapDirectory, ...] = ()
     """With more than one, the swap file is striped over these and `directory` is not used."""
 
@@ -95,7 +97,7 @@ class Store:
         self.pager: Pager | None = None
         if plan.swap_file_bytes:
             self.swap_file = parts.create_file(plan.swap_file_bytes)
-        self.residents = Residents(plan)
+        self.residents = Residents(plan, parts.position)
         self.slot_arena = _slot_arena(plan, parts)
         self.slots: Sequence[Slot] = ()
         if self.swap_file is not None:
@@ -114,7 +116,10 @@ class Store:
     # Parameters
 
     def resident_parameters(self, segment: int) -> Span | None:
-        """Return the memory of a resident parameter shard, or None if some rests on NVMe."""
+        """Return the memory of a resident parameter shard, or None if some rests on NVMe.
+
+        Where parameters are kept in full it is all of them.
+        """
         return self.residents.whole(Section.PARAMETER, segment)
 
     def read_parameters(self, segment: int, target: Span) -> None:

@@ -97,6 +97,7 @@ class ShardedAverage:
             source.write_own(field, average.read().to(values.dtype))
             average.write(0, values.float())
             source.after_write(field)
+            source.share_pieces()
 
     def _matched(self) -> list[tuple[ShardSource, Field, SpooledArray]]:
         """Return where each parameter's values are, with its average: all of them, or an error."""

@@ -42,6 +42,7 @@ def build_runtime(
         kernels,
         ledger or Ledger(),
         stripes=plan.nvme,
+        position=communicator.rank,
         burst=tiers.write_burst,
         verify=tiers.verify,
         measures_schedule=tiers.measures_schedule,

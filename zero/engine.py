@@ -293,7 +293,8 @@ class ZeroEngine(FieldSurface, nn.Module):
             lambda index: reducer.kept.pieces(segments[index]) if reducer is not None else None,
         )
         for segment in segments:
-            segment.accept_changes()
+            if segment.spec.trainable:
+                segment.gather(self.ledger)
         self._history.updates += 1
 
     def _close_step(self) -> None:

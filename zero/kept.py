@@ -59,6 +59,7 @@ class KeptGradients:
         """Tell whether a gradient of a segment can be kept as it is."""
         return (
             segment.is_in_place
+            and not segment.is_replicated
             and (segment.index in self._kept or not self._store.has_gradient(segment.index))
             and self._store.plan.segment_tier(segment.index, Section.GRADIENT) is Tier.DEVICE
             and gradient.dtype is torch_dtype(segment.spec.gradient)

@@ -188,6 +188,7 @@ def _load_pieces(
             values = reader.read(name, first + start, first + stop)
             source.write_own(field, values.to(source.dtype(field)), start)
     source.after_write(field)
+    source.share_pieces()
 
 
 def _same(reader: WeightReader, first: str, second: str, own: list[tuple[int, int]]) -> bool:

@@ -197,6 +197,7 @@ def make_blueprint(
         slot_count=settings.tiers.slot_count,
         micro_batches=settings.batch.accumulation_steps,
         rates=drive_rates(settings, engine, local_world_size),
+        replicates=settings.stage < 3,
     )
     budget, source = node_budget(request, settings, local_world_size)
     memory = plan_placement(request, budget)

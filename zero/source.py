@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from estimators import shard_bounds
-from offload import Field, ensure_gradient, field_dtype, has_field, read_range, write_range
+from offload import (
+    Field,
+    ensure_gradient,
+    field_dtype,
+    has_field,
+    read_range,
+    round_like_store,
+    write_range,
+)
 from zero.errors import ShardedAccessError
 
 if TYPE_CHECKING:
@@ -82,6 +90,9 @@ class ShardSource(abc.ABC):
 
     def after_write(self, field: Field) -> None:  # noqa: B027  most sources have nothing to do
         """Tell whoever depends on a field that it changed."""
+
+    def share_pieces(self) -> None:  # noqa: B027  most ranks have their own pieces only
+        """Let each rank that has all values see what the others wrote; a collective."""
 
     def read(self, field: Field = Field.PARAMETER) -> torch.Tensor:
         """Return a private copy of the whole field, shape `shape`; a collective.
@@ -234,11 +245,29 @@ class StoreSource(ShardSource):
         if self.segment.is_in_place and field in (Field.PARAMETER, Field.MASTER):
             self.segment.accept_changes(self.position)
 
+    def store_full(self, full: torch.Tensor, field: Field = Field.PARAMETER) -> None:
+        """Set the whole field to values that all ranks have alike; no collective."""
+        super().store_full(full, field)
+        segment = self.segment
+        if segment.is_replicated and field in (Field.PARAMETER, Field.MASTER):
+            with torch.no_grad():
+                self._view().copy_(round_like_store(self.runtime.store, segment.index, full))
+            segment.accept_changes(self.position)
+
+    def share_pieces(self) -> None:
+        """Let each rank that has all values see what the others wrote; a collective."""
+        if self.segment.is_replicated:
+            self.segment.commit(self.runtime.store)
+            self.segment.gather(self.runtime.store.ledger)
+
     def live(self) -> torch.Tensor | None:
         """Return the view of the flat buffer while the unit is unsharded."""
-        segment = self.segment
-        if segment.is_in_place or not self.runtime.units[self.unit_index].is_unsharded:
+        if self.segment.is_in_place or not self.runtime.units[self.unit_index].is_unsharded:
             return None
+        return self._view()
+
+    def _view(self) -> torch.Tensor:
+        segment = self.segment
         offset, numel = segment.layout.offsets[self.position], segment.layout.numels[self.position]
         return segment.flat[offset : offset + numel].view(self.shape)
 

@@ -108,9 +108,26 @@ class Segment:
             _link(self.parameters, self._views)
             is_16_bit = self.spec.element is not ElementType.FP32
             self._has_masters = is_16_bit and has_field(store, self.index, Field.MASTER)
-            self.accept_changes()
+            self.gather(store.ledger)
             return
         self._renew()
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether each of several ranks has all values in its flat buffer, all the time."""
+        return self.is_in_place and self.layout.world_size > 1
+
+    def gather(self, ledger: Ledger) -> None:
+        """Take over what each rank has in its shard where all values rest in place; a collective.
+
+        Where they do, the values count as unchanged from then on.
+        """
+        if self.is_replicated:
+            with ledger.timing(Activity.COLLECTIVE):
+                self._communicator.agree(self.index, f"the new values of unit {self.spec.unit}")
+                self._communicator.all_gather_in_place(self.flat)
+        if self.is_in_place:
+            self.accept_changes()
 
     def detach(self) -> None:
         """Let go of the flat buffer: the parameters have their values elsewhere now."""
