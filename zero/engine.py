@@ -23,6 +23,7 @@ from zero.memory import memory_lines, memory_report, warn_if_exceeded
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Blueprint, Plan
 from zero.replan import History, Resize, group_unfrozen, has_changed, rebuild
+from zero.replicated import gather_values
 from zero.runtime import Runtime
 from zero.settings import Settings
 from zero.surface import FieldSurface, no_attribute
@@ -294,7 +295,7 @@ class ZeroEngine(FieldSurface, nn.Module):
         )
         for segment in segments:
             if segment.spec.trainable:
-                segment.gather(self.ledger)
+                gather_values(segment, self.ledger)
         self._history.updates += 1
 
     def _close_step(self) -> None:

@@ -27,6 +27,7 @@ from offload import (
     write_range,
 )
 from zero.errors import ShardedAccessError
+from zero.replicated import gather_values
 
 if TYPE_CHECKING:
     from zero.burial import Grave
@@ -91,9 +92,6 @@ class ShardSource(abc.ABC):
     def after_write(self, field: Field) -> None:  # noqa: B027  most sources have nothing to do
         """Tell whoever depends on a field that it changed."""
 
-    def share_pieces(self) -> None:  # noqa: B027  most ranks have their own pieces only
-        """Let each rank that has all values see what the others wrote; a collective."""
-
     def read(self, field: Field = Field.PARAMETER) -> torch.Tensor:
         """Return a private copy of the whole field, shape `shape`; a collective.
 
@@ -140,6 +138,7 @@ class ShardSource(abc.ABC):
             with torch.no_grad():
                 live.copy_(full)
         self.after_write(field)
+        _show(self, full, field)
 
 
 class StoreSource(ShardSource):
@@ -245,31 +244,11 @@ class StoreSource(ShardSource):
         if self.segment.is_in_place and field in (Field.PARAMETER, Field.MASTER):
             self.segment.accept_changes(self.position)
 
-    def store_full(self, full: torch.Tensor, field: Field = Field.PARAMETER) -> None:
-        """Set the whole field to values that all ranks have alike; no collective."""
-        super().store_full(full, field)
-        segment = self.segment
-        if segment.is_replicated and field in (Field.PARAMETER, Field.MASTER):
-            with torch.no_grad():
-                self._view().copy_(round_like_store(self.runtime.store, segment.index, full))
-            segment.accept_changes(self.position)
-
-    def share_pieces(self) -> None:
-        """Let each rank that has all values see what the others wrote; a collective."""
-        if self.segment.is_replicated:
-            self.segment.commit(self.runtime.store)
-            self.segment.gather(self.runtime.store.ledger)
-
     def live(self) -> torch.Tensor | None:
         """Return the view of the flat buffer while the unit is unsharded."""
         if self.segment.is_in_place or not self.runtime.units[self.unit_index].is_unsharded:
             return None
-        return self._view()
-
-    def _view(self) -> torch.Tensor:
-        segment = self.segment
-        offset, numel = segment.layout.offsets[self.position], segment.layout.numels[self.position]
-        return segment.flat[offset : offset + numel].view(self.shape)
+        return _view(self)
 
     def grave(self) -> Grave | None:
         """Return what the parameter has in place of values while it is sharded."""
@@ -307,3 +286,26 @@ class StoreSource(ShardSource):
         reducer = self.runtime.reducer
         if reducer is not None:
             reducer.measure(segment)
+
+
+def share_pieces(source: ShardSource) -> None:
+    """Let each rank that has all values see what the others wrote of theirs; a collective."""
+    if isinstance(source, StoreSource) and source.segment.is_replicated:
+        source.segment.commit(source.runtime.store)
+        gather_values(source.segment, source.runtime.store.ledger)
+
+
+def _show(source: ShardSource, full: torch.Tensor, field: Field) -> None:
+    """Put values that all ranks have alike where each rank has all values."""
+    is_value = field in (Field.PARAMETER, Field.MASTER)
+    if is_value and isinstance(source, StoreSource) and source.segment.is_replicated:
+        with torch.no_grad():
+            _view(source).copy_(round_like_store(source.runtime.store, source.segment_index, full))
+        source.segment.accept_changes(source.position)
+
+
+def _view(source: StoreSource) -> torch.Tensor:
+    """Return the place of a parameter in the flat buffer."""
+    layout = source.segment.layout
+    offset, numel = layout.offsets[source.position], layout.numels[source.position]
+    return source.segment.flat[offset : offset + numel].view(source.shape)

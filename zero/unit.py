@@ -35,6 +35,7 @@ from offload.arrays import torch_dtype
 from offload.ledger import Activity
 from zero.burial import Grave, bury_all
 from zero.comm import Communicator
+from zero.replicated import gather_values
 from zero.units import ManagedParameter
 
 AUDITED_WINDOWS = 3
@@ -73,8 +74,10 @@ class Segment:
         self.layout: FlatLayout = spec.layout(communicator.world_size)
         self.pieces: list[Piece] = shard_pieces(self.layout, communicator.rank)
         self.is_in_place = False
+        self.is_replicated = False
+        """Whether it is in place on each of several ranks, with the values of all."""
         self.flat = torch.empty(0, dtype=torch_dtype(spec.element))  # [padded numel] once attached
-        self._communicator = communicator
+        self.communicator = communicator
         self.dropped_gradients: set[int] = set()
         """Positions whose gradient was set to None since the segment last got gradients."""
         self._versions: list[int] = []
@@ -100,6 +103,7 @@ class Segment:
     def attach(self, store: Store) -> None:
         """Make the parameters views of the flat buffer: the shard itself where it is in place."""
         self.is_in_place = store.plan.is_in_place(self.index)
+        self.is_replicated = self.is_in_place and self.layout.world_size > 1
         self._shapes = [parameter.shape for parameter in self.parameters]
         resident = store.resident_parameters(self.index)
         if self.is_in_place and resident is not None:
@@ -108,26 +112,9 @@ class Segment:
             _link(self.parameters, self._views)
             is_16_bit = self.spec.element is not ElementType.FP32
             self._has_masters = is_16_bit and has_field(store, self.index, Field.MASTER)
-            self.gather(store.ledger)
+            gather_values(self, store.ledger)
             return
         self._renew()
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether each of several ranks has all values in its flat buffer, all the time."""
-        return self.is_in_place and self.layout.world_size > 1
-
-    def gather(self, ledger: Ledger) -> None:
-        """Take over what each rank has in its shard where all values rest in place; a collective.
-
-        Where they do, the values count as unchanged from then on.
-        """
-        if self.is_replicated:
-            with ledger.timing(Activity.COLLECTIVE):
-                self._communicator.agree(self.index, f"the new values of unit {self.spec.unit}")
-                self._communicator.all_gather_in_place(self.flat)
-        if self.is_in_place:
-            self.accept_changes()
 
     def detach(self) -> None:
         """Let go of the flat buffer: the parameters have their values elsewhere now."""
@@ -142,10 +129,10 @@ class Segment:
         storage = self.flat.untyped_storage()
         storage.resize_(self.flat.numel() * self.flat.element_size())
         if self.flat.numel():
-            store.read_parameters(self.index, tensor_span(self._communicator.own_slice(self.flat)))
+            store.read_parameters(self.index, tensor_span(self.communicator.own_slice(self.flat)))
         with ledger.timing(Activity.COLLECTIVE):
-            self._communicator.agree(self.index, f"the parameters of unit {self.spec.unit}")
-            self._communicator.all_gather_in_place(self.flat)
+            self.communicator.agree(self.index, f"the parameters of unit {self.spec.unit}")
+            self.communicator.all_gather_in_place(self.flat)
 
     def expose(self) -> None:
         """Make the parameters plain: their values may be read now."""
@@ -321,7 +308,7 @@ def write_members(segment: Segment, store: Store, members: Collection[ManagedPar
 
     [Note: whoever writes a parameter writes its residual]
     """
-    own = segment._communicator.own_slice(segment.flat).detach()
+    own = segment.communicator.own_slice(segment.flat).detach()
     if len(members) == len(segment.members):
         write_parameters(store, segment.index, own.float().clone().numpy())
         return
