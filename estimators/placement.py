@@ -196,6 +196,11 @@ def _check_request(request: PlacementRequest) -> None:
             f"sub_group_size must be at least {SHARD_ALIGNMENT_NUMEL} elements,"
             f" got {request.sub_group_numel}"
         )
+    if request.replicates and request.parameter_tier is not Tier.DEVICE:
+        raise PlanError(
+            "parameters that each rank has in full rest on the device, not on"
+            f" {request.parameter_tier.value}; shard them (stage 3)"
+        )
 
 
 def _check_host(request: PlacementRequest, budget: Budget) -> None:

@@ -90,6 +90,8 @@ class PlacementRequest:
     """Whether state passes through a device that is not the host, to be updated there."""
     durable: bool = False
     """Whether the swap file has two copies of parameters and state, resident ones too."""
+    replicates: bool = False
+    """Whether each rank has all parameters in full, on the device, its own shard among them."""
     rule: UpdateRule = UpdateRule.ADAMW
     """The optimizer, which decides which moments are stored."""
 

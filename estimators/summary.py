@@ -120,14 +120,28 @@ class MemoryPlan:
         their bytes add up whatever the cuts, because every sub-group holds whole cache lines.
         """
         return sum(
-            resident_bytes(sum(size for _, size in self.resident_parts(tier, section, index)))
+            self.resident_segment_bytes(tier, section, index)
             for index in range(len(self.request.segments))
         )
 
+    def resident_segment_bytes(self, tier: Tier, section: Section, segment: int) -> int:
+        """Return the arena bytes of one segment's section on the device or host tier.
+
+        Where parameters are kept in full, those of the other ranks lie around this rank's.
+        """
+        own_bytes = sum(size for _, size in self.resident_parts(tier, section, segment))
+        copies = self.request.world_size if self.is_full(section) else 1
+        return resident_bytes(own_bytes * copies)
+
+    def is_full(self, section: Section) -> bool:
+        """Tell whether each rank has all of a section, not just its shard."""
+        return section is Section.PARAMETER and self.request.replicates
+
     def is_in_place(self, segment: int) -> bool:
-        """Tell whether the flat buffer of a segment is its shard: nothing is ever freed."""
+        """Tell whether the flat buffer of a segment rests as it is: nothing is ever freed."""
         usable = (Tier.DEVICE, Tier.HOST) if self.request.device_is_host else (Tier.DEVICE,)
-        return self.request.world_size == 1 and all(
+        is_whole = self.request.world_size == 1 or self.request.replicates
+        return is_whole and all(
             group.tier(Section.PARAMETER) in usable for group in self.by_segment[segment]
         )
 
@@ -289,8 +303,7 @@ def resident_copies(plan: MemoryPlan) -> tuple[ResidentCopy, ...]:
     for tier in (Tier.DEVICE, Tier.HOST):
         for section in (Section.PARAMETER, Section.STATE):
             for index, segment in enumerate(plan.request.segments):
-                held = sum(size for _, size in plan.resident_parts(tier, section, index))
-                size = resident_bytes(held)
+                size = plan.resident_segment_bytes(tier, section, index)
                 if size:
                     name = f"{segment.name} ({section.name.lower()}, {tier.value})"
                     places = (end, end + size)

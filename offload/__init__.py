@@ -56,7 +56,7 @@ from offload.state import state_tensors, update_sub_group
 from offload.step import update
 from offload.store import KeptFile, Store, StoreParts, SwapDirectory
 from offload.transfers import CorruptionError, PageError, SlotTransfers
-from offload.write import write_parameters
+from offload.write import round_like_store, write_parameters
 
 __all__ = [
     "Activity",
@@ -123,6 +123,7 @@ __all__ = [
     "process_bytes",
     "read_range",
     "resident_set_bytes",
+    "round_like_store",
     "state_tensors",
     "tensor_at",
     "tensor_span",

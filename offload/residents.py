@@ -1,4 +1,7 @@
-"""The memory of everything that rests on the device or the host."""
+"""The memory of everything that rests on the device or the host.
+
+Where each rank has parameters in full, this store's shard is the part at `position` of them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import torch
 
 from aio_ops import HostArena, Span
 from estimators import MemoryPlan, Section, SubGroup, Tier
-from estimators.summary import resident_bytes
 from offload.device import Device, DeviceMemory, Memory
 
 _MEMORY_TIERS = (Tier.DEVICE, Tier.HOST)
@@ -15,8 +17,9 @@ _MEMORY_TIERS = (Tier.DEVICE, Tier.HOST)
 class Residents:
     """One span for each section of a segment: its resident sub-groups, contiguous and in order."""
 
-    def __init__(self, plan: MemoryPlan, device: Device) -> None:
+    def __init__(self, plan: MemoryPlan, device: Device, position: int = 0) -> None:
         self._plan = plan
+        self._position = position
         # Only slots take part in transfers; a forked DataLoader worker may read what is resident.
         # An arena each for parameters, gradients and state: what outlives the store keeps its own.
         self._arenas = {
@@ -37,7 +40,10 @@ class Residents:
         return self._parts[section, group.index]
 
     def whole(self, section: Section, segment: int) -> Memory | None:
-        """Return the memory of a section of a whole segment, or None if some of it is on NVMe."""
+        """Return the memory of a section of a whole segment, or None if some of it is on NVMe.
+
+        It is this rank's shard, or everything where each rank has that in full.
+        """
         groups = self._plan.by_segment[segment]
         if not groups:
             return Span(0, 0, None)  # only parameters without elements
@@ -72,9 +78,12 @@ class Residents:
         parts = self._plan.resident_parts(tier, section, segment)
         if not parts:
             return
-        span = self._arenas[tier, section].carve(resident_bytes(sum(size for _, size in parts)))
+        span = self._arenas[tier, section].carve(
+            self._plan.resident_segment_bytes(tier, section, segment)
+        )
         self._spans[section, segment] = span
-        offset = 0
+        own_bytes = sum(size for _, size in parts)
+        offset = self._position * own_bytes if self._plan.is_full(section) else 0
         for group, size in parts:
             self._parts[section, group.index] = span.sub(offset, size)
             offset += size

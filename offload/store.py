@@ -83,6 +83,8 @@ class StoreParts:
     """Whether slots are locked in RAM and registered with the engine, where that is allowed."""
     device: Device = field(default_factory=HostDevice)
     """Where the model computes."""
+    position: int = 0
+    """Which part of the parameters the shard is, where they are kept in full."""
     stripes: tuple[SwapDirectory, ...] = ()
     """With more than one, the swap file is striped over these and `directory` is not used."""
     kept: KeptFile | None = None
@@ -131,7 +133,7 @@ class Store:
         self.pager: Pager | None = None
         if plan.swap_file_bytes:
             self.swap_file = parts.create_file(plan.swap_file_bytes)
-        self.residents = Residents(plan, parts.device)
+        self.residents = Residents(plan, parts.device, parts.position)
         self.staging: Span | None = None
         """Where the processor updates what rests on a device that is not the host."""
         if plan.staging_bytes:
@@ -155,7 +157,10 @@ class Store:
     # Parameters
 
     def resident_parameters(self, segment: int) -> Memory | None:
-        """Return the memory of a resident parameter shard, or None if some rests on NVMe."""
+        """Return the memory of a resident parameter shard, or None if some rests on NVMe.
+
+        Where parameters are kept in full it is all of them.
+        """
         return self.residents.whole(Section.PARAMETER, segment)
 
     def read_parameters(self, segment: int, target: Memory) -> Fence:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from estimators import ElementType, Section, StateField, StateFormat, SubGroup
-from offload.arrays import array_at, clear_bytes
+from offload.arrays import array_at, clear_bytes, torch_dtype
 from offload.host_view import HostView
 from offload.kernels import Kernels
 from offload.slots import Slot
@@ -44,6 +45,19 @@ def write_parameters(store: Store, segment: int, masters: Array) -> None:
         _write_group(store, group, raw, kept)
     if store.pager is not None:
         store.pager.drain()
+
+
+def round_like_store(store: Store, segment: int, values: torch.Tensor) -> torch.Tensor:
+    """Return values in the type of a segment's parameters, with the bits that storing them gives.
+
+    Returns:
+        A tensor of the shape of `values`.
+    """
+    spec = store.plan.request.segments[segment]
+    masters = values.detach().float().contiguous().reshape(-1).numpy()
+    raw, _ = encode_masters(store.kernels, spec.element, store.plan.request.state_format, masters)
+    rounded = torch.from_numpy(raw.copy()).view(torch_dtype(spec.element))
+    return rounded.view(values.shape)
 
 
 def encode_masters(

@@ -15,7 +15,7 @@ from zero.errors import ShardedAccessError
 from zero.parameter import reference_of
 from zero.planning import open_spool_engine
 from zero.settings import NvmeSettings
-from zero.source import OwnedPiece, ShardSource, StoreSource
+from zero.source import OwnedPiece, ShardSource, StoreSource, share_pieces
 
 PIECE_NUMEL = 4 << 20
 """Elements that are in memory at a time."""
@@ -97,6 +97,7 @@ class ShardedAverage:
             source.write_own(field, average.read().to(values.dtype))
             average.write(0, values.float().cpu())
             source.after_write(field)
+            share_pieces(source)
 
     def _matched(self) -> list[tuple[ShardSource, Field, SpooledArray]]:
         """Return where each parameter's values are, with its average: all of them, or an error."""

@@ -42,6 +42,7 @@ def build_runtime(
         ledger or Ledger(),
         device=blueprint.device,
         stripes=plan.nvme,
+        position=communicator.rank,
         burst=tiers.write_burst,
         verify=tiers.verify,
         measures_schedule=tiers.measures_schedule,

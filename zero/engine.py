@@ -26,6 +26,7 @@ from zero.memory import memory_lines, memory_report, warn_if_exceeded
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Blueprint, Plan
 from zero.replan import History, Resize, group_unfrozen, has_changed, rebuild
+from zero.replicated import gather_values
 from zero.run_state import describe_configured
 from zero.runtime import Runtime
 from zero.settings import Settings
@@ -319,7 +320,8 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             lambda index: reducer.kept.pieces(segments[index]) if reducer is not None else None,
         )
         for segment in segments:
-            segment.accept_changes()
+            if segment.spec.trainable:
+                gather_values(segment, self.ledger)
         self._history.updates += 1
 
     def _close_step(self) -> None:

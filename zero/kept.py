@@ -60,6 +60,7 @@ class KeptGradients:
         return (
             segment.is_in_place
             and self._store.device.is_host
+            and not segment.is_replicated
             and (segment.index in self._kept or not self._store.has_gradient(segment.index))
             and self._store.plan.segment_tier(segment.index, Section.GRADIENT) is Tier.DEVICE
             and gradient.dtype is torch_dtype(segment.spec.gradient)

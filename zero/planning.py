@@ -226,6 +226,7 @@ def make_blueprint(
         durable=settings.tiers.durable is not None,
         device_is_host=device.is_host,
         update_on_device=not device.is_host and settings.tiers.update_device != "cpu",
+        replicates=settings.stage < 3,
     )
     budget, source = _budget(request, settings, local_world_size, changes.recalled)
     memory = plan_placement(request, budget)

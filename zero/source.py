@@ -17,8 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from estimators import shard_bounds
-from offload import Field, ensure_gradient, field_dtype, has_field, read_range, write_range
+from offload import (
+    Field,
+    ensure_gradient,
+    field_dtype,
+    has_field,
+    read_range,
+    round_like_store,
+    write_range,
+)
 from zero.errors import ShardedAccessError
+from zero.replicated import gather_values
 
 if TYPE_CHECKING:
     from zero.comm import Communicator
@@ -126,6 +135,7 @@ class ShardSource(abc.ABC):
             with torch.no_grad():
                 live.copy_(full)
         self.after_write(field)
+        _show(self, full, field)
 
 
 class StoreSource(ShardSource):
@@ -235,11 +245,9 @@ class StoreSource(ShardSource):
 
     def live(self) -> torch.Tensor | None:
         """Return the view of the flat buffer while the unit is unsharded."""
-        segment = self.segment
-        if segment.is_in_place or not self.runtime.units[self.unit_index].is_unsharded:
+        if self.segment.is_in_place or not self.runtime.units[self.unit_index].is_unsharded:
             return None
-        offset, numel = segment.layout.offsets[self.position], segment.layout.numels[self.position]
-        return segment.flat[offset : offset + numel].view(self.shape)
+        return _view(self)
 
     def after_write(self, field: Field) -> None:
         """Invalidate graphs that saved the old values; measure a gradient that was set.
@@ -272,3 +280,26 @@ class StoreSource(ShardSource):
         reducer = self.runtime.reducer
         if reducer is not None:
             reducer.measure(segment)
+
+
+def share_pieces(source: ShardSource) -> None:
+    """Let each rank that has all values see what the others wrote of theirs; a collective."""
+    if isinstance(source, StoreSource) and source.segment.is_replicated:
+        source.segment.commit(source.runtime.store)
+        gather_values(source.segment, source.runtime.store.ledger)
+
+
+def _show(source: ShardSource, full: torch.Tensor, field: Field) -> None:
+    """Put values that all ranks have alike where each rank has all values."""
+    is_value = field in (Field.PARAMETER, Field.MASTER)
+    if is_value and isinstance(source, StoreSource) and source.segment.is_replicated:
+        with torch.no_grad():
+            _view(source).copy_(round_like_store(source.runtime.store, source.segment_index, full))
+        source.segment.accept_changes(source.position)
+
+
+def _view(source: StoreSource) -> torch.Tensor:
+    """Return the place of a parameter in the flat buffer."""
+    layout = source.segment.layout
+    offset, numel = layout.offsets[source.position], layout.numels[source.position]
+    return source.segment.flat[offset : offset + numel].view(source.shape)

@@ -43,6 +43,7 @@ from offload.arrays import torch_dtype
 from offload.ledger import Activity
 from zero.aliases import LateAliases
 from zero.comm import Communicator
+from zero.replicated import gather_values
 from zero.seal import seal_all, sealed_like
 from zero.units import ManagedParameter
 
@@ -78,9 +79,11 @@ class Segment:
         self.layout: FlatLayout = spec.layout(communicator.world_size)
         self.pieces: list[Piece] = shard_pieces(self.layout, communicator.rank)
         self.is_in_place = False
+        self.is_replicated = False
+        """Whether it is in place on each of several ranks, with the values of all."""
         self.flat = torch.empty(0, dtype=torch_dtype(spec.element))  # [padded numel] once attached
         self._device: Device = HostDevice()
-        self._communicator = communicator
+        self.communicator = communicator
         self.dropped_gradients: set[int] = set()
         """Positions whose gradient was set to None since the segment last got gradients."""
         self._versions: list[int] = []
@@ -110,6 +113,7 @@ class Segment:
         """Make the parameters views of the flat buffer: the shard itself where it is in place."""
         self.is_in_place = store.plan.is_in_place(self.index)
         self._device = store.device
+        self.is_replicated = self.is_in_place and self.layout.world_size > 1
         self._shapes = [parameter.shape for parameter in self.parameters]
         resident = store.resident_parameters(self.index)
         if self.is_in_place and resident is not None:
@@ -118,7 +122,7 @@ class Segment:
             _link(self.parameters, self._views)
             is_16_bit = self.spec.element is not ElementType.FP32
             self._has_masters = is_16_bit and has_field(store, self.index, Field.MASTER)
-            self.accept_changes()
+            gather_values(self, store.ledger)
             return
         self._renew()
 
@@ -135,18 +139,18 @@ class Segment:
         storage = self.flat.untyped_storage()
         storage.resize_(self.flat.numel() * self.flat.element_size())
         if self.flat.numel():
-            own = self._communicator.own_slice(self.flat)
+            own = self.communicator.own_slice(self.flat)
             self._device.join(store.read_parameters(self.index, self._device.memory_of(own)))
         with ledger.timing(Activity.COLLECTIVE):
-            self._communicator.agree(self.index, f"the parameters of unit {self.spec.unit}")
-            self._communicator.all_gather_in_place(self.flat)
+            self.communicator.agree(self.index, f"the parameters of unit {self.spec.unit}")
+            self.communicator.all_gather_in_place(self.flat)
 
     def expose(self) -> None:
         """Make the parameters plain: their values may be read now."""
         if not self.is_in_place:
             _link(self.parameters, self._views)
             self._use_count = _use_count(self.flat)
-            if not self._sums_hold or self._communicator.world_size > 1:
+            if not self._sums_hold or self.communicator.world_size > 1:
                 self._checksums = self.checksums()
             self._sums_hold = self._is_exposed = True
         self._versions = self.versions
@@ -343,7 +347,7 @@ def write_members(segment: Segment, store: Store, members: Collection[ManagedPar
 
     [Note: whoever writes a parameter writes its residual]
     """
-    own = segment._communicator.own_slice(segment.flat).detach()
+    own = segment.communicator.own_slice(segment.flat).detach()
     if len(members) == len(segment.members):
         write_parameters(store, segment.index, own.float().cpu().clone().numpy())
         return

@@ -196,7 +196,7 @@ class Bf16(Section):
     check_grad_overflow: _SWITCH = no_effect(
         "look for gradients that are not finite",
         default=True,
-        why="the field reads it in stages 1 and 2",
+        why="they are always looked for",
     )
     bf16_master_weights_and_grads: _SWITCH = refused(
         "keep no fp32 master",
@@ -300,7 +300,7 @@ class Document(Section):
     )
     gradient_allreduce_op: Annotated[str, Choice(words=("mean", "sum"))] = _unsupported(
         "how gradients are reduced",
-        "ZeRO-3 averages them",
+        "they are averaged",
         "scale the loss yourself",
         default="mean",
     )
