@@ -3,10 +3,10 @@
 from offload.arrays import array_at, copy_bytes, tensor_at, tensor_span
 from offload.device import (
     Device,
+    DeviceChecksums,
     DeviceMemory,
     HostDevice,
     Memory,
-    device_checksums,
     elements_at,
     open_cuda_device,
 )
@@ -51,6 +51,7 @@ __all__ = [
     "AdamWScalars",
     "CorruptionError",
     "Device",
+    "DeviceChecksums",
     "DeviceKernels",
     "DeviceMemory",
     "Field",
@@ -81,7 +82,6 @@ __all__ = [
     "array_at",
     "carve_slots",
     "copy_bytes",
-    "device_checksums",
     "disk_bytes",
     "elements_at",
     "ensure_gradient",

@@ -132,6 +132,7 @@ class Store:
             )
             self.pager = Pager(transfers, self.slots, self.ledger, burst=parts.burst)
         self.ledger.rates = plan.request.rates
+        self.ledger.copied_bytes = parts.device.copied_bytes
         self.ledger.parameter_numel = sum(
             group.numel for group in plan.sub_groups if group.tier(Section.STATE) is not None
         )

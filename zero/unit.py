@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Sequence
+from typing import TypeAlias
 
 import torch
 import xxhash
@@ -23,11 +24,11 @@ from torch import nn
 from estimators import ElementType, FlatLayout, Piece, SegmentSpec, shard_pieces
 from offload import (
     Device,
+    DeviceChecksums,
     Field,
     HostDevice,
     Ledger,
     Store,
-    device_checksums,
     elements_at,
     has_field,
     tensor_span,
@@ -43,6 +44,10 @@ from zero.units import ManagedParameter
 AUDITED_WINDOWS = 3
 """Windows of a segment whose values are summed up before and after: a write through `.data` moves
 no version counter."""
+
+
+Checksums: TypeAlias = list[int] | torch.Tensor
+"""One of each parameter; on a device they stay there until they are compared."""
 
 
 class UnitState(enum.Enum):
@@ -85,7 +90,8 @@ class Segment:
         self._shapes: list[torch.Size] = []
         self._views: list[torch.Tensor] = []
         self.graves: list[Grave] = []
-        self._checksums: list[int] = []
+        self._checksums: Checksums = []
+        self._device_checksums: DeviceChecksums | None = None
         self._has_masters = False
         """Whether it rests in place and its masters elsewhere."""
         self._audits_left = AUDITED_WINDOWS
@@ -168,38 +174,37 @@ class Segment:
         Only the one at `position` is looked at, if that is given.
         """
         versions = self._versions if since is None else since
-        sums = self._checksums if since is None else []
         chosen = range(len(self.members)) if position is None else range(position, position + 1)
+        differs = _differing(self, self._checksums if since is None else [], chosen)
         return [
             self.members[each]
             for each in chosen
             if self.members[each].parameter._version != versions[each]
             or self._has_strayed(self.members[each])
-            or (sums and self.checksums([each]) != [sums[each]])
+            or each in differs
         ]
 
-    def checksums(self, positions: Sequence[int] | None = None) -> list[int]:
+    def checksums(self, positions: Sequence[int] | None = None) -> Checksums:
         """Return a checksum of the values of each parameter, or of those at some positions."""
         layout = self.layout
-        ranges = [
-            (layout.offsets[each], layout.offsets[each] + layout.numels[each])
-            for each in (range(len(self.members)) if positions is None else positions)
-        ]
+        chosen = range(len(self.members)) if positions is None else positions
+        ranges = [(at, at + numel) for at, numel in zip(layout.offsets, layout.numels, strict=True)]
         if not self._device.is_host:
-            return device_checksums(self.flat, ranges)
+            if self._device_checksums is None:
+                self._device_checksums = DeviceChecksums(self.flat, ranges)
+            found = self._device_checksums.of(self.flat)
+            return found if len(chosen) == len(ranges) else found[list(chosen)]
         memory = tensor_span(self.flat).view() if self.flat.numel() else memoryview(b"")
         size = self.flat.element_size()
         return [
-            xxhash.xxh3_64_intdigest(memory[start * size : stop * size]) for start, stop in ranges
+            xxhash.xxh3_64_intdigest(memory[start * size : stop * size])
+            for start, stop in (ranges[each] for each in chosen)
         ]
 
-    def differing(self, checksums: Sequence[int]) -> list[ManagedParameter]:
+    def differing(self, checksums: Checksums) -> list[ManagedParameter]:
         """Return the parameters whose values have another checksum now."""
-        return [
-            member
-            for member, old, new in zip(self.members, checksums, self.checksums(), strict=True)
-            if old != new
-        ]
+        positions = range(len(self.members))
+        return [self.members[each] for each in _differing(self, checksums, positions)]
 
     def collect_strays(self) -> None:
         """Copy the values of parameters that were moved off the flat buffer back into it.
@@ -247,7 +252,7 @@ class Segment:
             return
         self._versions[position] = self.members[position].parameter._version
         if self._has_masters:
-            self._checksums[position] = self.checksums([position])[0]
+            self._checksums[position] = self.checksums([position])[0]  # type: ignore[assignment]
         else:
             self._checksums = []
 
@@ -306,6 +311,19 @@ class Segment:
                 self.layout.offsets, self.layout.numels, self._shapes, strict=True
             )
         ]
+
+
+def _differing(segment: Segment, old: Checksums, positions: Sequence[int]) -> list[int]:
+    """Return at which of some positions the checksum is another one now."""
+    if not len(old):
+        return []
+    new = segment.checksums(positions)
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        before = old if len(positions) == len(old) else old[list(positions)]
+        found = (before != new).tolist()
+    else:
+        found = [old[each] != value for each, value in zip(positions, new, strict=True)]
+    return [each for each, is_new in zip(positions, found, strict=True) if is_new]
 
 
 def write_members(segment: Segment, store: Store, members: Collection[ManagedParameter]) -> None:
