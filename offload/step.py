@@ -11,11 +11,11 @@ from offload.host_view import HostView
 from offload.kernels import AdamWScalars
 from offload.ledger import Activity
 from offload.slots import Slot
-from offload.state import Array, state_arrays, update_sub_group
+from offload.state import Values, state_arrays, update_sub_group
 from offload.step_device import StreamedUpdate
 from offload.store import Store, count_use
 
-GradientPieces = Sequence[tuple[int, Array]]
+GradientPieces = Sequence[tuple[int, Values]]
 """(where in the shard, values): gradients of a segment that are not in one array."""
 
 
@@ -65,7 +65,8 @@ def update(
 
     try:
         if store.plan.request.update_on_device:
-            store.update_fence = StreamedUpdate(store, scalars, note).run(groups, lend)
+            streamed = StreamedUpdate(store, scalars, pieces_of, note)
+            store.update_fence = streamed.run(groups, lend)
         else:
             _update_on_host(store, groups, scalars, lend, (pieces_of, note))
         if store.pager is not None:
@@ -163,7 +164,7 @@ def _update_pieces(
     state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
     with store.ledger.timing(Activity.UPDATE):
         for start, gradient in pieces:
-            low, high = max(start, group.start), min(start + gradient.size, group.stop)
+            low, high = max(start, group.start), min(start + len(gradient), group.stop)
             if low < high:
                 inside = slice(low - group.start, high - group.start)
                 update_sub_group(

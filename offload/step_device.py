@@ -9,6 +9,7 @@ host issues all this and waits only for slots: for what NVMe brings, and before 
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,10 +20,12 @@ from estimators.records import DEVICE_BUFFER_COUNT, staged_offsets
 from offload.device import PASSED, DeviceMemory, Fence, Memory, elements_at, last_of
 from offload.kernels import AdamWScalars
 from offload.slots import Slot
-from offload.state import state_tensors, update_sub_group
+from offload.state import Values, state_tensors, update_sub_group
 from offload.store import Store
 
 _CHANGED = (Section.PARAMETER, Section.STATE)
+
+PiecesOf = Callable[[int], Sequence[tuple[int, Values]] | None]
 
 Lend = Callable[[int], Slot | None]
 """Lends a slot with what rests on NVMe of the sub-group at a position."""
@@ -47,10 +50,15 @@ class StreamedUpdate:
     """One update of all sub-groups, see [Note: streamed update]."""
 
     def __init__(
-        self, store: Store, scalars: Sequence[AdamWScalars], on_update: Callable[[SubGroup], None]
+        self,
+        store: Store,
+        scalars: Sequence[AdamWScalars],
+        pieces_of: PiecesOf,
+        on_update: Callable[[SubGroup], None],
     ) -> None:
         self._store = store
         self._scalars = scalars
+        self._pieces_of = functools.cache(pieces_of)
         self._on_update = on_update
         size_bytes = store.plan.device_buffer_bytes
         self._buffers = [
@@ -97,7 +105,9 @@ class StreamedUpdate:
         staged = _Staged(group, slot, {}, self._next_buffer)
         spec = store.plan.request.segments[group.segment]
         offsets = staged_offsets(store.plan.request, spec, group)
-        for section in Section:
+        for section in store.section_bytes(group):
+            if section is Section.GRADIENT and self._pieces_of(group.segment) is not None:
+                continue  # its caller keeps it, on the device
             memory = store.section_memory(group, section, slot)
             if isinstance(memory, DeviceMemory):
                 staged.memory[section] = memory
@@ -141,14 +151,24 @@ class StreamedUpdate:
             staged.memory[section].bytes.zero_()
         if not store.has_gradient(group.segment):
             staged.memory[Section.GRADIENT].bytes.zero_()
+        parameter = elements_at(staged.memory[Section.PARAMETER], spec.element, group.numel)
         layout = record_layout(store.plan.request.state_format, spec.element, group.numel)
-        update_sub_group(
-            store.device_kernels,
-            elements_at(staged.memory[Section.PARAMETER], spec.element, group.numel),
-            elements_at(staged.memory[Section.GRADIENT], spec.gradient, group.numel),
-            state_tensors(layout, staged.memory[Section.STATE].bytes),
-            self._scalars[spec.param_group],
-        )
+        state = state_tensors(layout, staged.memory[Section.STATE].bytes)
+        pieces = self._pieces_of(group.segment)
+        if pieces is None:
+            gradient = elements_at(staged.memory[Section.GRADIENT], spec.gradient, group.numel)
+            pieces = [(group.start, gradient)]
+        for start, gradient in pieces:
+            low, high = max(start, group.start), min(start + len(gradient), group.stop)
+            if low < high:
+                inside = slice(low - group.start, high - group.start)
+                update_sub_group(
+                    store.device_kernels,
+                    parameter[inside],
+                    gradient[low - start : high - start],
+                    state.part(inside),
+                    self._scalars[spec.param_group],
+                )
         for section in _CHANGED:
             memory: Memory = store.section_memory(group, section, staged.slot)
             if not isinstance(memory, DeviceMemory):

@@ -224,6 +224,7 @@ class Store:
         """Forget all gradients of the current accumulation window."""
         self._has_gradient = [False] * len(self._has_gradient)
         self._gradient_fences.clear()
+        self.residents.drop_gradients()
 
     def gradient_fence(self, segment: int) -> Fence:
         """Return the fence behind all that was copied out to a segment's memory on the host."""

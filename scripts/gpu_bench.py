@@ -40,6 +40,7 @@ class Row:
     optimizer: str
     parameters: str = "none"
     host_memory: int | str = "auto"
+    device_memory: int | str = "auto"
     state_format: str = "exact"
     peer_case: str = "cpu"
     checkpoints: bool = False
@@ -47,9 +48,9 @@ class Row:
 
 
 ROWS = {
-    "host-exact": Row("cpu"),
-    "nvme-18gb-exact": Row("nvme", host_memory=18 * GB, peer_case="nvme"),
-    "nvme-4gb-exact": Row("nvme", host_memory=4 * GB, peer_case="nvme"),
+    "host-exact": Row("cpu", device_memory=6 * GB),
+    "nvme-18gb-exact": Row("nvme", host_memory=18 * GB, device_memory=6 * GB, peer_case="nvme"),
+    "nvme-4gb-exact": Row("nvme", host_memory=4 * GB, device_memory=6 * GB, peer_case="nvme"),
     "all-nvme-4gb-exact": Row(
         "nvme", "nvme", host_memory=4 * GB, peer_case="nvme_param", checkpoints=True
     ),
@@ -65,7 +66,11 @@ def make_config(row: Row, nvme_path: str, batch: int, changes: list[str]) -> dic
             stage[key] = {"device": device}
             if device == "nvme":
                 stage[key]["nvme_path"] = nvme_path
-    tiers = {"host_memory": row.host_memory, "state_format": row.state_format}
+    tiers: dict[str, Any] = {
+        "host_memory": row.host_memory,
+        "device_memory": row.device_memory,
+        "state_format": row.state_format,
+    }
     for change in changes:
         name, _, value = change.partition("=")
         tiers[name] = json.loads(value) if value[:1] in "0123456789[{tfn" else value

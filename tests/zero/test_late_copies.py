@@ -59,6 +59,7 @@ def on_the_processor(cell: dict[str, Any], scratch: Path) -> dict[str, Any]:
     key = (cell["dtype"], cell["accumulation"], cell["clip"])
     if key not in _ON_THE_PROCESSOR:
         plain = {**cell, "device": "none", "with_parameters": False, "update_device": "auto"}
+        plain.pop("device_memory", None)
         with pytest.MonkeyPatch.context() as undo:
             undo.setattr(zero.planning, "open_device", zero.devices.open_device)
             _ON_THE_PROCESSOR[key] = run_cell(plain, str(scratch))
@@ -87,6 +88,44 @@ def test_bits_are_those_of_the_processor(
         assert step["read"] == step["planned_read"]
         assert step["written"] == step["planned_written"]
         assert (step["read"] > 0) == (cell["device"] == "nvme")
+
+
+@pytest.mark.nvme
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_spare_device_memory_is_used(
+    device: str, made: list[SimulatedDevice], module_scratch: Path
+) -> None:
+    cell = next(
+        each
+        for each in QUICK
+        if each["dtype"] == "bf16" and each["with_parameters"] and each["device"] == device
+    )
+    engines = []
+    with pytest.MonkeyPatch.context() as patch:
+        initialize = zero.initialize
+
+        def remember(**kwargs: Any) -> Any:
+            made_engine = initialize(**kwargs)
+            engines.append(made_engine[0])
+            return made_engine
+
+        patch.setattr(zero, "initialize", remember)
+        found = run_cell({**cell, "device_memory": "12MB"}, str(module_scratch))
+    plan = engines[-1].plan.memory
+    tiers = {
+        (section, plan.segment_tier(index, section))
+        for index in range(len(plan.request.segments))
+        for section in Section
+    }
+    below = Tier.HOST if device == "cpu" else Tier.NVME
+    assert {(Section.PARAMETER, Tier.DEVICE), (Section.GRADIENT, Tier.DEVICE)} <= tiers
+    assert {(Section.STATE, Tier.DEVICE), (Section.STATE, below)} <= tiers
+    assert plan.device_bytes <= 12_000_000
+    assert made[-1].copied_bytes["out"] > 0
+    expected = on_the_processor(cell, module_scratch)
+    assert found["mismatches"] == []
+    assert found["digest"] == expected["digest"]
+    assert found["losses"] == expected["losses"]
 
 
 @pytest.mark.parametrize("tiers", list(itertools.product(("none", "cpu"), repeat=2)), ids="-".join)
