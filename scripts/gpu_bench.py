@@ -73,7 +73,7 @@ def make_config(row: Row, nvme_path: str, batch: int, changes: list[str]) -> dic
     }
     for change in changes:
         name, _, value = change.partition("=")
-        tiers[name] = json.loads(value) if value[:1] in "0123456789[{tfn" else value
+        tiers[name] = int(value) if value.isdigit() else value
     return {
         "train_micro_batch_size_per_gpu": batch,
         "bf16": {"enabled": True},
