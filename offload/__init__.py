@@ -42,7 +42,7 @@ from offload.slots import Slot, SlotState, carve_slots
 from offload.spool import Spool, SpooledArray
 from offload.state import StateArrays, state_tensors, update_sub_group
 from offload.step import update
-from offload.store import Store, StoreParts, SwapDirectory
+from offload.store import Store, StoreParts, SwapDirectory, pages_parameters
 from offload.transfers import CorruptionError, PageError, SlotTransfers
 from offload.write import write_parameters
 
@@ -93,6 +93,7 @@ __all__ = [
     "native_available",
     "native_unavailable_reason",
     "open_cuda_device",
+    "pages_parameters",
     "process_bytes",
     "read_range",
     "resident_set_bytes",

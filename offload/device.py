@@ -16,8 +16,10 @@ A slot keeps the fence of the last copy that used it, and whoever takes it next 
 from __future__ import annotations
 
 import abc
+import contextlib
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -133,6 +135,10 @@ class Device(abc.ABC):
     def arena(self, size_bytes: int) -> HostArena:
         """Return host memory that copies are fast from and to."""
 
+    def marking(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002  nobody looks
+        """Name what a block does for profilers of the device."""
+        return contextlib.nullcontext()
+
     def memory_of(self, tensor: torch.Tensor) -> Memory:
         """Return the memory of a contiguous tensor of this device."""
         if self.is_host:
@@ -213,6 +219,11 @@ class CudaDevice(Device):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return _CudaFence(event)
+
+    def marking(self, what: str) -> AbstractContextManager[None]:
+        """Put an NVTX range around a block."""
+        marked: AbstractContextManager[None] = torch.cuda.nvtx.range(what)  # type: ignore[no-untyped-call]
+        return marked
 
     def join(self, fence: Fence) -> None:
         """Let the current stream wait; the host does not."""

@@ -48,13 +48,13 @@ def update(
         for position, (group, wanted) in enumerate(zip(groups, reads, strict=True))
         if group.extent is not None and wanted
     )
+    store.parameter_version += 1
     moved: list[str] = []
 
     def lend(position: int) -> Slot | None:
         while paged and paged[0][0] <= position:
             paged.popleft()
-        following = ((each[1], each[2]) for each in paged)
-        return _lend(store, groups[position], reads[position], following)
+        return _lend(store, groups[position], reads[position], (each[1:] for each in paged))
 
     def note(group: SubGroup) -> None:
         store.ledger.note("update", _name(store, group))

@@ -75,8 +75,9 @@ class StreamedUpdate:
     def run(self, groups: Sequence[SubGroup], lend: Lend) -> Fence:
         """Update sub-groups in order; the fence is behind all that is copied out."""
         for position, group in enumerate(groups):
-            self._make_room()
-            self._coming.append(self._bring(group, lend(position)))
+            with self._store.device.marking(f"copy in sub-group {group.index}"):
+                self._make_room()
+                self._coming.append(self._bring(group, lend(position)))
             if len(self._coming) > 1:
                 self._update(self._coming.popleft())
         while self._coming:
@@ -142,6 +143,12 @@ class StreamedUpdate:
 
     def _update(self, staged: _Staged) -> None:
         """Issue the update of a sub-group, and the copies out behind it."""
+        with self._store.device.marking(f"update sub-group {staged.group.index}"):
+            self._issue(staged)
+        self._on_update(staged.group)
+        self._leaving.append(staged)
+
+    def _issue(self, staged: _Staged) -> None:
         store, device, group = self._store, self._store.device, staged.group
         spec = store.plan.request.segments[group.segment]
         device.join(staged.brought)
@@ -177,8 +184,6 @@ class StreamedUpdate:
                 staged.taken = last_of(staged.taken, done)
         if staged.taken is not PASSED:
             self._free_after[staged.buffer] = self._last_out = staged.taken
-        self._on_update(group)
-        self._leaving.append(staged)
 
     def _write_back(self, staged: _Staged) -> None:
         """Give a slot back, to be written where something in it has changed."""

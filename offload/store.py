@@ -103,6 +103,8 @@ class Store:
         self.heap = HeapTrimmer()
         """Who frees much of what this store's users unshard or copy says so here."""
         self._engine = parts.engine
+        self.parameter_version = 0
+        """Grows with every change of parameters: what was copied before is old then."""
         self.written_states: set[int] = set()
         """Sub-groups whose state on NVMe was ever written; the others' is zero and is not read."""
         self._has_gradient = [False] * len(plan.request.segments)
@@ -342,6 +344,11 @@ def _measure_schedule(engine: Engine, file: TransferFile, arena: HostArena) -> N
     outcome = measure_schedule(engine, file, spans, seconds=1.0)
     _log.info("schedule of the drive: %s", outcome.describe())
     clear_bytes(whole)
+
+
+def pages_parameters(store: Store, segment: int) -> bool:
+    """Tell whether some of a segment's parameters rest on NVMe."""
+    return any(group.on_nvme(Section.PARAMETER) for group in store.plan.by_segment[segment])
 
 
 def _slot_arena(plan: MemoryPlan, parts: StoreParts) -> HostArena:

@@ -34,6 +34,7 @@ def write_parameters(store: Store, segment: int, masters: Array) -> None:
     Raises:
         PageError: if a transfer failed.
     """
+    store.parameter_version += 1
     spec = store.plan.request.segments[segment]
     state_format = store.plan.request.state_format
     for group in store.plan.by_segment[segment]:

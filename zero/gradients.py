@@ -181,8 +181,10 @@ class GradientReducer:
                 shard.div_(self._communicator.world_size)
                 self._store.heap.freed(scratch.nbytes)  # the copy that gloo reduced in
         segment.dropped_gradients.clear()
-        fence = self._store.add_gradient(segment.index, self._store.device.memory_of(shard))
-        self._note_squares(segment, shard)
+        device = self._store.device
+        with device.marking(f"gradients of {segment.spec.unit}"):
+            fence = self._store.add_gradient(segment.index, device.memory_of(shard))
+            self._note_squares(segment, shard)
         if fence is not PASSED:
             self._leaving.append((scratch, fence))
 

@@ -38,6 +38,7 @@ from offload import (
 from offload.arrays import torch_dtype
 from offload.ledger import Activity
 from zero.burial import Grave, bury_all
+from zero.coming import ComingParameters, read_flat
 from zero.comm import Communicator
 from zero.units import ManagedParameter
 
@@ -83,7 +84,7 @@ class Segment:
         self.is_in_place = False
         self.flat = torch.empty(0, dtype=torch_dtype(spec.element))  # [padded numel] once attached
         self._device: Device = HostDevice()
-        self._communicator = communicator
+        self.communicator = communicator
         self.dropped_gradients: set[int] = set()
         """Positions whose gradient was set to None since the segment last got gradients."""
         self._versions: list[int] = []
@@ -92,6 +93,7 @@ class Segment:
         self.graves: list[Grave] = []
         self._checksums: Checksums = []
         self._device_checksums: DeviceChecksums | None = None
+        self.coming = ComingParameters(self)
         self._has_masters = False
         """Whether it rests in place and its masters elsewhere."""
         self._audits_left = AUDITED_WINDOWS
@@ -133,14 +135,11 @@ class Segment:
         """Read this rank's shard into the flat buffer and gather the others'."""
         if self.is_in_place:
             return
-        storage = self.flat.untyped_storage()
-        storage.resize_(self.flat.numel() * self.flat.element_size())
-        if self.flat.numel():
-            own = self._communicator.own_slice(self.flat)
-            self._device.join(store.read_parameters(self.index, self._device.memory_of(own)))
+        if not self.coming.take(store):
+            self._device.join(read_flat(self, store))
         with ledger.timing(Activity.COLLECTIVE):
-            self._communicator.agree(self.index, f"the parameters of unit {self.spec.unit}")
-            self._communicator.all_gather_in_place(self.flat)
+            self.communicator.agree(self.index, f"the parameters of unit {self.spec.unit}")
+            self.communicator.all_gather_in_place(self.flat)
 
     def expose(self) -> None:
         """Make the parameters plain: their values may be read now."""
@@ -331,7 +330,7 @@ def write_members(segment: Segment, store: Store, members: Collection[ManagedPar
 
     [Note: whoever writes a parameter writes its residual]
     """
-    own = segment._communicator.own_slice(segment.flat).detach()
+    own = segment.communicator.own_slice(segment.flat).detach()
     if len(members) == len(segment.members):
         write_parameters(store, segment.index, own.float().cpu().clone().numpy())
         return
@@ -396,10 +395,12 @@ class Unit:
             return
         self.move_to(UnitState.UNSHARDING)
         try:
-            for segment in self.segments:
-                segment.fill(store, store.ledger)
+            with store.device.marking(f"unshard {self.name}"):
+                for segment in self.segments:
+                    segment.fill(store, store.ledger)
         except BaseException:
             store.reclaim()
+            self.drop_prefetched(store)
             for segment in self.segments:
                 segment.hide()
             self.move_to(UnitState.SHARDED)
@@ -407,6 +408,17 @@ class Unit:
         for segment in self.segments:
             segment.expose()
         self.move_to(UnitState.UNSHARDED)
+
+    def prefetch(self, store: Store) -> None:
+        """Start to copy the parameters of a unit that is sharded to the device."""
+        if self.state is UnitState.SHARDED:
+            for segment in self.segments:
+                segment.coming.start(store)
+
+    def drop_prefetched(self, store: Store) -> None:
+        """Free what was copied ahead and not used."""
+        for segment in self.segments:
+            segment.coming.drop(store)
 
     def await_backward(self, *, is_awaited: bool) -> None:
         """Say whether a graph of this unit is about to be walked back, see [Note: burial]."""

@@ -177,5 +177,36 @@ def test_parameters_are_read_and_written_outside_their_windows(made: list[Simula
     engine.destroy()
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_next_unit_is_copied_while_one_computes(
+    accumulation: int, made: list[SimulatedDevice]
+) -> None:
+    config = make_config(
+        parameters="cpu", optimizer="cpu", host_memory="1GB", accumulation=accumulation
+    )
+    engine, _, _, _ = zero.initialize(model=make_model(layers=4), config=config)
+    for step in range(3):
+        for _ in range(accumulation):
+            engine.backward(engine(*make_batch(step)))
+        engine.step()
+    blocks = [unit for unit in engine._runtime.units if unit.index]
+    ahead = [name for event, name in engine.ledger.events if event == "prefetch"]
+    # The first micro-batch records the order; from then on every block comes ahead, both ways.
+    assert len(ahead) == 2 * len(blocks) * (3 * accumulation - 1)
+    assert not any(segment.coming.is_coming for segment in _segments(engine))
+    assert all(not unit.live_bytes for unit in engine._runtime.units)
+    weight = engine.module.blocks[1].up.weight
+    engine(*make_batch(9))  # a forward alone leaves nothing behind that a change could not reach
+    with torch.no_grad():
+        weight.zero_()
+    assert not weight.clone().any()
+    loss = engine(*make_batch(9))
+    with zero.GatheredParameters([weight]):
+        assert not weight.any()
+    assert torch.isfinite(loss)
+    assert made[-1].copied_bytes["in"] > 0
+    engine.destroy()
+
+
 def _segments(engine: zero.ZeroEngine) -> Any:
     return engine._runtime.segments
