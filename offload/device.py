@@ -222,7 +222,7 @@ class CudaDevice(Device):
 
     def marking(self, what: str) -> AbstractContextManager[None]:
         """Put an NVTX range around a block."""
-        marked: AbstractContextManager[None] = torch.cuda.nvtx.range(what)  # type: ignore[no-untyped-call]
+        marked: AbstractContextManager[None] = torch.cuda.nvtx.range(what)
         return marked
 
     def join(self, fence: Fence) -> None:

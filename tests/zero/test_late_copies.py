@@ -43,7 +43,11 @@ QUICK = [
     for cell in cells()
     if cell["clip"]
     and (cell["device"], cell["with_parameters"]) != ("none", True)
-    and cell["accumulation"] == (4 if cell["dtype"] == "bf16" else 1)
+    and (
+        cell["accumulation"] == (4 if cell["device"] == "nvme" else 1)
+        if cell["dtype"] == "bf16"
+        else (cell["accumulation"], cell["device"]) == (1, "nvme")
+    )
 ]
 QUICK += [
     {**cell, "update_device": "cpu"}
