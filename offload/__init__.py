@@ -45,6 +45,7 @@ from offload.step import update
 from offload.store import Store, StoreParts, SwapDirectory, pages_parameters
 from offload.transfers import CorruptionError, PageError, SlotTransfers
 from offload.write import write_parameters
+from offload.write_device import write_parameters_on_device
 
 __all__ = [
     "Activity",
@@ -104,5 +105,6 @@ __all__ = [
     "update",
     "update_sub_group",
     "write_parameters",
+    "write_parameters_on_device",
     "write_range",
 ]

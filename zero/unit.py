@@ -33,6 +33,7 @@ from offload import (
     has_field,
     tensor_span,
     write_parameters,
+    write_parameters_on_device,
     write_range,
 )
 from offload.arrays import torch_dtype
@@ -332,7 +333,10 @@ def write_members(segment: Segment, store: Store, members: Collection[ManagedPar
     """
     own = segment.communicator.own_slice(segment.flat).detach()
     if len(members) == len(segment.members):
-        write_parameters(store, segment.index, own.float().cpu().clone().numpy())
+        if store.device.is_host:
+            write_parameters(store, segment.index, own.float().clone().numpy())
+        else:
+            write_parameters_on_device(store, segment.index, own.float().clone())
         return
     wanted = {member.order for member in members}
     for piece in segment.pieces:

@@ -82,8 +82,7 @@ def test_bits_are_those_of_the_processor(
     expected = on_the_processor(cell, module_scratch)
     found = run_cell(cell, str(module_scratch))
     is_all_there = cell["device"] == "none" and cell.get("update_device", "auto") != "cpu"
-    assert made[-1].copied_bytes["in"] > 0
-    assert made[-1].copied_bytes["out"] > 0 or is_all_there
+    assert is_all_there or min(made[-1].copied_bytes.values()) > 0
     assert found["mismatches"] == []
     assert all(ours == reference > 0 for reference, ours in found["norms"])
     assert found["digest"] == expected["digest"]
