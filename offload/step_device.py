@@ -3,7 +3,8 @@
 [Note: streamed update] Sub-groups pass through a few buffers on the device, in order: copied in,
 updated, copied out. A sub-group is copied in before the update of the one ahead of it is issued, so
 that the copy waits for nothing but its buffer. What rests on the device is updated in place. The
-host issues all this and waits only for slots: for what NVMe brings, and before a slot is written.
+host issues all this and waits only where a slot is used: for what NVMe brings, and before the slot
+is written, while the drive reads the next ones.
 """
 
 from __future__ import annotations
@@ -69,36 +70,28 @@ class StreamedUpdate:
         """The last copy out of each buffer."""
         self._next_buffer = 0
         self._coming: collections.deque[_Staged] = collections.deque()
-        self._leaving: collections.deque[_Staged] = collections.deque()
         self._last_out: Fence = PASSED
 
     def run(self, groups: Sequence[SubGroup], lend: Lend) -> Fence:
         """Update sub-groups in order; the fence is behind all that is copied out."""
         for position, group in enumerate(groups):
+            slot = lend(position)
+            if slot is not None:
+                self._finish_coming()
             with self._store.device.marking(f"copy in sub-group {group.index}"):
-                self._make_room()
-                self._coming.append(self._bring(group, lend(position)))
-            if len(self._coming) > 1:
+                self._coming.append(self._bring(group, slot))
+            if slot is not None:
+                self._finish_coming()
+            elif len(self._coming) > 1:
                 self._update(self._coming.popleft())
-        while self._coming:
-            self._update(self._coming.popleft())
-        while self._leaving:
-            self._write_back(self._leaving.popleft())
+        self._finish_coming()
         for fence in self._free_after:
             self._store.device.join(fence)  # the buffers are freed now
         return self._last_out
 
-    def _make_room(self) -> None:
-        """Give slots back until one may be lent: what has arrived, and what is too much."""
-        while self._leaving and self._leaving[0].taken.done():
-            self._write_back(self._leaving.popleft())
-        slot_count = len(self._store.slots)
-        while sum(each.slot is not None for each in (*self._coming, *self._leaving)) >= min(
-            max(slot_count - 1, 1), DEVICE_BUFFER_COUNT + 1
-        ):
-            if not self._leaving:
-                self._update(self._coming.popleft())
-            self._write_back(self._leaving.popleft())
+    def _finish_coming(self) -> None:
+        while self._coming:
+            self._update(self._coming.popleft())
 
     def _bring(self, group: SubGroup, slot: Slot | None) -> _Staged:
         """Start to copy to the device what is not there."""
@@ -146,7 +139,7 @@ class StreamedUpdate:
         with self._store.device.marking(f"update sub-group {staged.group.index}"):
             self._issue(staged)
         self._on_update(staged.group)
-        self._leaving.append(staged)
+        self._write_back(staged)
 
     def _issue(self, staged: _Staged) -> None:
         store, device, group = self._store, self._store.device, staged.group
@@ -186,11 +179,16 @@ class StreamedUpdate:
             self._free_after[staged.buffer] = self._last_out = staged.taken
 
     def _write_back(self, staged: _Staged) -> None:
-        """Give a slot back, to be written where something in it has changed."""
+        """Give a slot back, to be written where something in it has changed.
+
+        That is waited for: a slot that waits is one less for what is read ahead, and the drive is
+        the slower link.
+        """
         slot, pager = staged.slot, self._store.pager
         if slot is None or pager is None:
             return
         slot.fence = last_of(staged.brought, staged.taken)
+        slot.settle()
         changed = frozenset(each for each in _CHANGED if staged.group.on_nvme(each))
         if not changed:
             pager.release(slot)

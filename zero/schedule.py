@@ -239,7 +239,8 @@ class UnitScheduler:
             self._guard.forget(unit)
             held_bytes = unit.live_bytes
             unit.reshard()
-            self._store.heap.freed(held_bytes)
+            if self._store.device.is_host:
+                self._store.heap.freed(held_bytes)
 
     def _queue_end_of_task(self) -> None:
         task = torch._C._current_graph_task_id()
