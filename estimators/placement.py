@@ -5,7 +5,8 @@ whatever is resident saves its traffic at every step. What saves most drive time
 first, reads and writes both: a byte of a parameter is read for the forward and the backward of each
 micro-batch and for the update, and written once; a byte of a gradient is read and written once a
 micro-batch; a byte of state once a step. The last section that does not fit as a whole is cut in
-two, so the budget is used to the page and NVMe traffic falls linearly with it. Slots are sized
+two, so the budget is used to the page and NVMe traffic falls linearly with it. Spare memory of a
+device that updates is spent first, in the same order, by whole segments. Slots are sized
 before anything is pinned, because without them nothing moves; they stay a small part of what pages.
 """
 
@@ -178,8 +179,9 @@ def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
             [_Part(index, start, stop) for start, stop in bounds]
             for index, bounds in enumerate(_cut(request, slots))
         ]
-    staging_bytes = host_staging_bytes(request)
-    _Pinning(request, budget.host_bytes - slots.total_bytes - staging_bytes).run(parts)
+    host_bytes = budget.host_bytes - slots.total_bytes - host_staging_bytes(request)
+    spare = _spare_device_bytes(request, budget, parts, slots)
+    _Pinning(request, host_bytes, spare).run(parts)
     sub_groups, swap_bytes = _build_sub_groups(request, parts)
     plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes)
     if request.durable:
@@ -188,6 +190,19 @@ def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
         plan = replace(plan, resident_copies=copies, swap_file_bytes=swap_bytes)
     _check_other_tiers(plan, budget)
     return plan
+
+
+def _spare_device_bytes(
+    request: PlacementRequest, budget: Budget, parts: list[list[_Part]], slots: SlotPlan
+) -> int:
+    """Return the device memory that nothing needs: what may rest elsewhere can rest there."""
+    if budget.device_bytes is None or not request.update_on_device:
+        return 0
+    copies = [[_Part(each.segment, each.start, each.stop) for each in row] for row in parts]
+    _Pinning(request, 0, 0).run(copies)
+    sub_groups, swap_bytes = _build_sub_groups(request, copies)
+    plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes)
+    return max(budget.device_bytes - plan.device_bytes, 0)
 
 
 def _check_request(request: PlacementRequest) -> None:
@@ -311,11 +326,12 @@ class _Part:
 
 
 class _Pinning:
-    """Spends a host budget on the sections that save most, see [Note: placement]."""
+    """Spends the budgets on the sections that save most, see [Note: placement]."""
 
-    def __init__(self, request: PlacementRequest, host_bytes: int) -> None:
+    def __init__(self, request: PlacementRequest, host_bytes: int, device_bytes: int) -> None:
         self._request = request
         self._left_bytes = host_bytes
+        self._device_left_bytes = device_bytes
         self._lowest = lowest_tiers(request)
         cap = request.max_host_parameter_numel
         self._parameters_left_numel = cap if request.parameter_tier is Tier.NVME else None
@@ -324,11 +340,21 @@ class _Pinning:
         """Set the tiers of all parts of all segments; some part may be cut in two."""
         for section, segment in self._classes():
             lowest = self._lowest[section]
-            if lowest is Tier.DEVICE:
+            if lowest is Tier.DEVICE or self._takes_device(section, segment):
                 for part in parts[segment]:
-                    part.tiers[section] = lowest
+                    part.tiers[section] = Tier.DEVICE
             else:
                 self._pin(section, segment, parts[segment])
+
+    def _takes_device(self, section: Section, segment: int) -> bool:
+        """Spend spare device memory on a section of a segment, if all of it fits."""
+        spec = self._request.segments[segment]
+        numel = spec.layout(self._request.world_size).shard_numel
+        size_bytes = resident_bytes(section_bytes(self._request, spec, numel)[section])
+        if size_bytes > self._device_left_bytes:
+            return False
+        self._device_left_bytes -= size_bytes
+        return True
 
     def _classes(self) -> Iterator[tuple[Section, int]]:
         """Yield `(section, segment)`: what must rest on the host, then what saves most per byte."""

@@ -145,8 +145,8 @@ class MemoryPlan:
             group.tier(Section.PARAMETER) in usable for group in self.by_segment[segment]
         )
 
-    def _window_bytes(self, sizes: Sequence[int]) -> int:
-        """Return the bytes of what is live at once: the root unit and two others."""
+    def _window_bytes(self, sizes: Sequence[int], others: int = 2) -> int:
+        """Return the bytes of what is live at once: the root unit and some others."""
         root = sum(
             size
             for size, segment in zip(sizes, self.request.segments, strict=True)
@@ -156,11 +156,14 @@ class MemoryPlan:
         for size, segment in zip(sizes, self.request.segments, strict=True):
             if segment.unit_index:
                 units[segment.unit_index] = units.get(segment.unit_index, 0) + size
-        return root + sum(sorted(units.values())[-2:])
+        return root + sum(sorted(units.values())[-others:])
 
     @property
     def live_parameter_bytes(self) -> int:
-        """Peak bytes of unsharded parameters (a backward holds the root and two units)."""
+        """Peak bytes of unsharded parameters (a backward holds the root and two units).
+
+        A device that is not the host gets those of the next unit meanwhile.
+        """
         world_size = self.request.world_size
         return self._window_bytes(
             [
@@ -168,7 +171,8 @@ class MemoryPlan:
                 if self.is_in_place(index)
                 else segment.layout(world_size).padded_numel * segment.element.size_bytes
                 for index, segment in enumerate(self.request.segments)
-            ]
+            ],
+            others=2 if self.request.device_is_host else 3,
         )
 
     @property

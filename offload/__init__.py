@@ -6,10 +6,10 @@ from offload.commits import StoreCommits, layout_digest
 from offload.copies import Copies, CopyEntry
 from offload.device import (
     Device,
+    DeviceChecksums,
     DeviceMemory,
     HostDevice,
     Memory,
-    device_checksums,
     elements_at,
     open_cuda_device,
 )
@@ -54,9 +54,10 @@ from offload.slots import Slot, SlotState, carve_slots
 from offload.spool import Spool, SpooledArray
 from offload.state import state_tensors, update_sub_group
 from offload.step import update
-from offload.store import KeptFile, Store, StoreParts, SwapDirectory
+from offload.store import KeptFile, Store, StoreParts, SwapDirectory, pages_parameters
 from offload.transfers import CorruptionError, PageError, SlotTransfers
 from offload.write import round_like_store, write_parameters
+from offload.write_device import write_parameters_on_device
 
 __all__ = [
     "Activity",
@@ -69,6 +70,7 @@ __all__ = [
     "CopyEntry",
     "CorruptionError",
     "Device",
+    "DeviceChecksums",
     "DeviceKernels",
     "DeviceMemory",
     "Field",
@@ -107,7 +109,6 @@ __all__ = [
     "array_at",
     "carve_slots",
     "copy_bytes",
-    "device_checksums",
     "disk_bytes",
     "elements_at",
     "ensure_gradient",
@@ -120,6 +121,7 @@ __all__ = [
     "native_available",
     "native_unavailable_reason",
     "open_cuda_device",
+    "pages_parameters",
     "process_bytes",
     "read_range",
     "resident_set_bytes",
@@ -131,5 +133,6 @@ __all__ = [
     "update",
     "update_sub_group",
     "write_parameters",
+    "write_parameters_on_device",
     "write_range",
 ]

@@ -16,8 +16,10 @@ A slot keeps the fence of the last copy that used it, and whoever takes it next 
 from __future__ import annotations
 
 import abc
+import contextlib
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -27,7 +29,7 @@ from aio_ops import HostArena, PinnedArena, Span
 from estimators import ElementType
 from offload.arrays import clear_bytes, copy_bytes, tensor_at, tensor_span, torch_dtype
 
-_SUM_WIDTH = 256
+_LINE_BYTES = 64
 _SUM_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 """Spreads small differences over all bits of a wrapping sum."""
 
@@ -110,6 +112,10 @@ class Device(abc.ABC):
     is_host: bool
     """Whether device memory is host memory: nothing is copied then."""
 
+    def __init__(self) -> None:
+        self.copied_bytes = {"in": 0, "out": 0}
+        """Bytes copied from host memory to the device, and back."""
+
     @abc.abstractmethod
     def copy(self, source: Memory, target: Memory, after: Fence = PASSED) -> Fence:
         """Start to copy all of `source` to `target`, which has as many bytes.
@@ -128,6 +134,10 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def arena(self, size_bytes: int) -> HostArena:
         """Return host memory that copies are fast from and to."""
+
+    def marking(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002  nobody looks
+        """Name what a block does for profilers of the device."""
+        return contextlib.nullcontext()
 
     def memory_of(self, tensor: torch.Tensor) -> Memory:
         """Return the memory of a contiguous tensor of this device."""
@@ -179,6 +189,7 @@ class CudaDevice(Device):
     is_host = False
 
     def __init__(self, index: int) -> None:
+        super().__init__()
         self.torch_device = torch.device("cuda", index)
         self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
@@ -197,7 +208,9 @@ class CudaDevice(Device):
             self.join(after)
             target.bytes.copy_(source.bytes)
             return PASSED
-        stream = self._in if isinstance(source, Span) else self._out
+        way = "in" if isinstance(source, Span) else "out"
+        self.copied_bytes[way] += source.size_bytes
+        stream = self._in if way == "in" else self._out
         stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         if isinstance(after, _CudaFence):
             stream.wait_event(after.event)
@@ -206,6 +219,11 @@ class CudaDevice(Device):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return _CudaFence(event)
+
+    def marking(self, what: str) -> AbstractContextManager[None]:
+        """Put an NVTX range around a block."""
+        marked: AbstractContextManager[None] = torch.cuda.nvtx.range(what)
+        return marked
 
     def join(self, fence: Fence) -> None:
         """Let the current stream wait; the host does not."""
@@ -255,23 +273,24 @@ def open_cuda_device(index: int) -> Device:
     return CudaDevice(index)
 
 
-def device_checksums(flat: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """Return a checksum of the bits of each range of elements of a flat tensor of any device.
+class DeviceChecksums:
+    """Checksums of the bits of ranges of a flat tensor on a device, computed there.
 
-    Sums by row and by column of the range laid out in rows: one changed element shows in both. The
-    host waits for the values once.
+    A line is 64 bytes. The 8-byte words of a line are added, then the lines with a weight each:
+    whatever changes a line shows, unless it only moves words within it.
     """
-    sums = []
-    bits = flat.view(torch.int16)
-    width = flat.element_size() // 2
-    for start, stop in ranges:
-        part = bits[start * width : stop * width]
-        whole = part.numel() // _SUM_WIDTH * _SUM_WIDTH
-        rows = part[:whole].view(-1, _SUM_WIDTH)
-        for values in (rows.sum(0), rows.sum(1), part[whole:].long()):
-            weights = (2 * torch.arange(values.numel(), device=flat.device) + 1) * _SUM_FACTOR
-            sums.append((values * weights).sum())
-    if not sums:
-        return []
-    found = torch.stack(sums).tolist()
-    return [hash(tuple(found[at : at + 3])) for at in range(0, len(found), 3)]
+
+    def __init__(self, flat: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+        """Take ranges of elements that begin at a line each; what follows one stays as it is."""
+        size = flat.element_size()
+        bounds = [
+            [start * size // _LINE_BYTES, -(-stop * size // _LINE_BYTES)] for start, stop in ranges
+        ]
+        self._bounds = torch.tensor(bounds, dtype=torch.int64).view(-1, 2).to(flat.device)
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the checksums, int64, shape `[ranges]`, on the device; the host waits for none."""
+        lines = flat.view(torch.int64).view(-1, _LINE_BYTES // 8).sum(1)
+        weights = (2 * torch.arange(lines.numel(), device=flat.device) + 1) * _SUM_FACTOR
+        running = torch.nn.functional.pad((lines * weights).cumsum(0), (1, 0))
+        return running[self._bounds[:, 1]] - running[self._bounds[:, 0]]

@@ -9,8 +9,8 @@
 3. A failed page-out makes the pager FAILED: what is on the disk is no longer what was computed, so
    every later call refuses and says why.
 4. A page-out is submitted at once, or held until `burst` of them go together (then no read-ahead
-   starts while they are in flight: the drive alternates). Whoever waits for a write, or for a slot,
-   sends the held ones first.
+   starts while they are in flight: the drive alternates), or while a device copies into its slot.
+   Whoever waits for a write, or for a slot, sends the held ones first.
 5. Demand paging never fails for want of a slot: it waits for a write, then evicts what was read
    ahead. Only a pool whose slots are all leased raises, which is a fault of the caller.
 6. A slot that was released or written to while a copy between it and a device is in flight keeps
@@ -146,7 +146,9 @@ class Pager:
         slot.sections = sections
         slot.is_leased = False
         self._held.append(slot)
-        if len(self._held) >= self._burst:
+        if self._burst <= 1:
+            self._send_held(only_settled=True)
+        elif len(self._held) >= self._burst:
             self._send_held()
 
     def release(self, slot: Slot) -> None:
@@ -208,6 +210,8 @@ class Pager:
                 f"the pager refuses to work because {self._reason}; the state on NVMe cannot be"
                 " trusted: start again from the last checkpoint"
             )
+        if self._held and self._burst <= 1:
+            self._send_held(only_settled=True)
 
     def _find_read_ahead(self, extent: Extent) -> Slot | None:
         for slot in self._slots:
@@ -243,10 +247,12 @@ class Pager:
         self._transfers.finish_read(slot)
         slot.clear()
 
-    def _send_held(self) -> None:
-        """Submit the writes that were held to go together."""
+    def _send_held(self, *, only_settled: bool = False) -> None:
+        """Submit the writes that were held to go together, or for a copy into their slots."""
         while self._held:
             slot = self._held[0]
+            if only_settled and not slot.fence.done():
+                return
             try:
                 self._transfers.start_write(slot)
             except PageError as error:

@@ -92,6 +92,7 @@ def write_range(store: Store, segment: int, field: Field, start: int, values: to
     store.require_intact()
     if field is Field.GRADIENT:
         ensure_gradient(store, segment)
+    store.parameter_version += 1
     values = values.cpu()
     stop = start + values.numel()
     for group in store.plan.by_segment[segment]:

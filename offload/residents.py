@@ -9,6 +9,7 @@ import torch
 
 from aio_ops import HostArena, Span
 from estimators import MemoryPlan, Section, SubGroup, Tier
+from estimators.summary import resident_bytes
 from offload.device import Device, DeviceMemory, Memory
 
 _MEMORY_TIERS = (Tier.DEVICE, Tier.HOST)
@@ -20,14 +21,18 @@ class Residents:
     def __init__(self, plan: MemoryPlan, device: Device, position: int = 0) -> None:
         self._plan = plan
         self._position = position
+        self._device = device
         # Only slots take part in transfers; a forked DataLoader worker may read what is resident.
         # An arena each for parameters, gradients and state: what outlives the store keeps its own.
         self._arenas = {
             (tier, section): _Arena(size_bytes, tier, device)
             for tier in _MEMORY_TIERS
             for section in Section
-            if (size_bytes := plan.resident_section_bytes(tier, section))
+            if not self._is_fleeting(tier, section)
+            and (size_bytes := plan.resident_section_bytes(tier, section))
         }
+        self._gradients: dict[int, DeviceMemory] = {}
+        """Gradients on a device, by segment: there from their first use until they are dropped."""
         self._spans: dict[tuple[Section, int], Memory] = {}
         self._parts: dict[tuple[Section, int], Memory] = {}
         for tier in _MEMORY_TIERS:
@@ -37,7 +42,34 @@ class Residents:
 
     def part(self, section: Section, group: SubGroup) -> Memory:
         """Return the memory of one section of a sub-group that rests in memory."""
+        if group.tier(section) is Tier.DEVICE and self._is_fleeting(Tier.DEVICE, section):
+            return self._gradient_part(group)
         return self._parts[section, group.index]
+
+    def drop_gradients(self) -> None:
+        """Free what is only there while gradients are."""
+        self._gradients.clear()
+
+    def _is_fleeting(self, tier: Tier, section: Section) -> bool:
+        """Tell whether a section has memory only while it is used.
+
+        When a backward begins, activations fill a GPU; they go as gradients come.
+        """
+        is_device = tier is Tier.DEVICE and not self._device.is_host
+        return is_device and section is Section.GRADIENT
+
+    def _gradient_part(self, group: SubGroup) -> Memory:
+        element_bytes = self._plan.request.segments[group.segment].gradient.size_bytes
+        parts = self._plan.resident_parts(Tier.DEVICE, Section.GRADIENT, group.segment)
+        first = parts[0][0].start
+        if group.segment not in self._gradients:
+            size_bytes = resident_bytes(sum(size for _, size in parts))
+            memory = self._device.memory_of(self._device.zeros(size_bytes, torch.uint8))
+            if not isinstance(memory, DeviceMemory):
+                raise TypeError("gradients on the processor are resident")
+            self._gradients[group.segment] = memory
+        whole = self._gradients[group.segment]
+        return whole.sub((group.start - first) * element_bytes, group.numel * element_bytes)
 
     def whole(self, section: Section, segment: int) -> Memory | None:
         """Return the memory of a section of a whole segment, or None if some of it is on NVMe.
@@ -53,6 +85,8 @@ class Residents:
 
     def spans(self, tier: Tier, section: Section) -> list[Memory]:
         """Return all memory of a class on a tier."""
+        if self._is_fleeting(tier, section):
+            return list(self._gradients.values())
         return [
             span
             for (kind, segment), span in self._spans.items()
@@ -71,12 +105,13 @@ class Residents:
         """Give the memory up: it goes with the last tensor that still views it."""
         self._spans.clear()
         self._parts.clear()
+        self._gradients.clear()
         for arena in self._arenas.values():
             arena.close()
 
     def _carve(self, tier: Tier, section: Section, segment: int) -> None:
         parts = self._plan.resident_parts(tier, section, segment)
-        if not parts:
+        if not parts or self._is_fleeting(tier, section):
             return
         span = self._arenas[tier, section].carve(
             self._plan.resident_segment_bytes(tier, section, segment)

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from estimators import Extent, Section, SubGroup
 from offload.arrays import array_at, clear_bytes
 from offload.host_view import HostView
-from offload.kernel_calls import Array
 from offload.ledger import Activity
+from offload.operands import Values
 from offload.rules import UpdateScalars
 from offload.slots import Slot
 from offload.state import state_arrays, update_sub_group
 from offload.step_device import StreamedUpdate
 from offload.store import Store, count_use
 
-GradientPieces = Sequence[tuple[int, Array]]
+GradientPieces = Sequence[tuple[int, Values]]
 """(where in the shard, values): gradients of a segment that are not in one array."""
 
 
@@ -49,13 +49,13 @@ def update(
         for position, (group, wanted) in enumerate(zip(groups, reads, strict=True))
         if group.extent is not None and wanted
     )
+    store.parameter_version += 1
     moved: list[str] = []
 
     def lend(position: int) -> Slot | None:
         while paged and paged[0][0] <= position:
             paged.popleft()
-        following = ((each[1], each[2]) for each in paged)
-        return _lend(store, groups[position], reads[position], following)
+        return _lend(store, groups[position], reads[position], (each[1:] for each in paged))
 
     def note(group: SubGroup) -> None:
         store.ledger.note("update", _name(store, group))
@@ -66,7 +66,8 @@ def update(
 
     try:
         if store.plan.request.update_on_device:
-            store.update_fence = StreamedUpdate(store, scalars, note).run(groups, lend)
+            streamed = StreamedUpdate(store, scalars, pieces_of, note)
+            store.update_fence = streamed.run(groups, lend)
         else:
             _update_on_host(store, groups, scalars, lend, (pieces_of, note))
         if store.pager is not None:
@@ -164,7 +165,7 @@ def _update_pieces(
     state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
     with store.ledger.timing(Activity.UPDATE):
         for start, gradient in pieces:
-            low, high = max(start, group.start), min(start + gradient.size, group.stop)
+            low, high = max(start, group.start), min(start + len(gradient), group.stop)
             if low < high:
                 inside = slice(low - group.start, high - group.start)
                 update_sub_group(

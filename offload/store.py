@@ -120,6 +120,8 @@ class Store:
         self.heap = HeapTrimmer()
         """Who frees much of what this store's users unshard or copy says so here."""
         self.engine = parts.engine
+        self.parameter_version = 0
+        """Grows with every change of parameters: what was copied before is old then."""
         self.written_states: set[int] = set()
         """Sub-groups whose state on NVMe was ever written; the others' is zero and is not read."""
         self._has_gradient = [False] * len(plan.request.segments)
@@ -129,15 +131,13 @@ class Store:
         self.is_closed = False
         self.is_restored = False
         """Whether it holds what an earlier process committed: a model's own values do not count."""
-        self.swap_file: TransferFile | None = None
         self.pager: Pager | None = None
-        if plan.swap_file_bytes:
-            self.swap_file = parts.create_file(plan.swap_file_bytes)
+        self.swap_file: TransferFile | None = (
+            parts.create_file(plan.swap_file_bytes) if plan.swap_file_bytes else None
+        )
         self.residents = Residents(plan, parts.device, parts.position)
-        self.staging: Span | None = None
+        self.staging: Span | None = _staging(plan, parts.device)
         """Where the processor updates what rests on a device that is not the host."""
-        if plan.staging_bytes:
-            self.staging = parts.device.arena(plan.staging_bytes).whole()
         self.update_fence: Fence = PASSED
         """The last copy out to host memory of an update on a device."""
         self._gradient_fences: dict[int, Fence] = {}
@@ -150,6 +150,7 @@ class Store:
             self.transfers = self._open_transfers(self.swap_file, parts)
             self.pager = Pager(self.transfers, self.slots, self.ledger, burst=parts.burst)
         self.ledger.rates = plan.request.rates
+        self.ledger.copied_bytes = parts.device.copied_bytes
         self.ledger.parameter_numel = sum(
             group.numel for group in plan.sub_groups if group.tier(Section.STATE) is not None
         )
@@ -246,6 +247,7 @@ class Store:
         """Forget all gradients of the current accumulation window."""
         self._has_gradient = [False] * len(self._has_gradient)
         self._gradient_fences.clear()
+        self.residents.drop_gradients()
 
     def gradient_fence(self, segment: int) -> Fence:
         """Return the fence behind all that was copied out to a segment's memory on the host."""
@@ -371,6 +373,15 @@ def _measure_schedule(engine: Engine, file: TransferFile, arena: HostArena) -> N
     outcome = measure_schedule(engine, file, spans, seconds=1.0)
     _log.info("schedule of the drive: %s", outcome.describe())
     clear_bytes(whole)
+
+
+def pages_parameters(store: Store, segment: int) -> bool:
+    """Tell whether some of a segment's parameters rest on NVMe."""
+    return any(group.on_nvme(Section.PARAMETER) for group in store.plan.by_segment[segment])
+
+
+def _staging(plan: MemoryPlan, device: Device) -> Span | None:
+    return device.arena(plan.staging_bytes).whole() if plan.staging_bytes else None
 
 
 def _slot_arena(plan: MemoryPlan, parts: StoreParts) -> HostArena:

@@ -35,6 +35,7 @@ def write_parameters(store: Store, segment: int, masters: Array) -> None:
     Raises:
         PageError: if a transfer failed.
     """
+    store.parameter_version += 1
     spec = store.plan.request.segments[segment]
     state_format = store.plan.request.state_format
     for group in store.plan.by_segment[segment]:
@@ -99,7 +100,7 @@ def _write_group(store: Store, group: SubGroup, raw: Array, kept: dict[StateFiel
         for section, is_set in ((Section.PARAMETER, True), (Section.STATE, bool(kept)))
         if is_set and group.on_nvme(section)
     )
-    slot = _lend(store, group, written) if written else None
+    slot = lend_for_writing(store, group, written) if written else None
     view = HostView(store, group, slot)
     if kept:
         spec = store.plan.request.segments[group.segment]
@@ -120,7 +121,7 @@ def _write_group(store: Store, group: SubGroup, raw: Array, kept: dict[StateFiel
             store.written_states.add(group.index)
 
 
-def _lend(store: Store, group: SubGroup, written: frozenset[Section]) -> Slot | None:
+def lend_for_writing(store: Store, group: SubGroup, written: frozenset[Section]) -> Slot | None:
     """Return a slot in which everything that will be written, and stays as it is, is right."""
     if group.extent is None or store.pager is None:
         return None

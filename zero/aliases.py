@@ -12,19 +12,20 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-Sums = Callable[[torch.Tensor], Sequence[int]]
+Checksums = Sequence[int] | torch.Tensor
+Sums = Callable[[torch.Tensor], Checksums]
 
 
 class LateAliases:
     """The abandoned buffers of one segment."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[StorageWeakRef, torch.dtype, Sequence[int]]] = []
+        self._kept: list[tuple[StorageWeakRef, torch.dtype, Checksums]] = []
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, storage: torch.UntypedStorage, dtype: torch.dtype, sums: Sequence[int]) -> None:
+    def add(self, storage: torch.UntypedStorage, dtype: torch.dtype, sums: Checksums) -> None:
         """Remember a buffer that is left to its users, with the checksums of its parameters."""
         self._kept.append((StorageWeakRef(storage), dtype, sums))  # type: ignore[no-untyped-call]
 
@@ -52,4 +53,4 @@ def _flat_of(reference: StorageWeakRef, dtype: torch.dtype) -> torch.Tensor | No
     storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     if storage is None:
         return None
-    return torch.empty(0, dtype=dtype).set_(storage)
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)

@@ -181,8 +181,10 @@ class GradientReducer:
                 shard.div_(self._communicator.world_size)
                 self._store.heap.freed(scratch.nbytes)  # the copy that gloo reduced in
         segment.dropped_gradients.clear()
-        fence = self._store.add_gradient(segment.index, self._store.device.memory_of(shard))
-        self._note_squares(segment, shard)
+        device = self._store.device
+        with device.marking(f"gradients of {segment.spec.unit}"):
+            fence = self._store.add_gradient(segment.index, device.memory_of(shard))
+            self._note_squares(segment, shard)
         if fence is not PASSED:
             self._leaving.append((scratch, fence))
 
@@ -190,6 +192,10 @@ class GradientReducer:
         """Add what a backward has delivered to the kept gradients, and measure them."""
         segment.dropped_gradients.clear()
         self.kept.merge(segment)
+        if not self._store.device.is_host:
+            for position in range(len(segment.members)):
+                self._note_block_sums(segment, position, self.kept.gradient(segment, position), 0)
+            return
         for position, member in enumerate(segment.members):
             gradient = self.kept.gradient(segment, position)
             self._squares[member.order] = (
@@ -234,15 +240,20 @@ class GradientReducer:
 
     def _note_device_squares(self, segment: Segment, shard: torch.Tensor) -> None:
         """Sum the squares where the gradients are; the host asks for them at the step."""
-        kernels = self._store.device_kernels
-        for member in segment.members:
-            self._squares[member.order] = 0.0
-            self._device_squares.pop(member.order, None)
+        for position in range(len(segment.members)):
+            self._note_block_sums(segment, position, None, 0)
         for piece in segment.pieces:
-            if piece.numel:
-                values = shard[piece.start : piece.start + piece.numel]
-                order = segment.members[piece.index].order
-                self._device_squares[order] = kernels.block_sums(values, piece.first)
+            values = shard[piece.start : piece.start + piece.numel]
+            self._note_block_sums(segment, piece.index, values, piece.first)
+
+    def _note_block_sums(
+        self, segment: Segment, position: int, values: torch.Tensor | None, first: int
+    ) -> None:
+        order = segment.members[position].order
+        self._squares[order] = 0.0
+        self._device_squares.pop(order, None)
+        if values is not None and values.numel():
+            self._device_squares[order] = self._store.device_kernels.block_sums(values, first)
 
     def _fetch_squares(self) -> None:
         """Bring the sums of all blocks to the host at once, and add those of each parameter."""

@@ -53,7 +53,11 @@ class MemoryLine:
 
 def live_parameter_bytes(units: Iterable[Unit]) -> int:
     """Return the bytes of the flat buffers that a forward or a backward holds at this moment."""
-    return sum(unit.live_bytes for unit in units if unit.forward_depth or unit.backward_tokens)
+    return sum(
+        unit.live_bytes
+        for unit in units
+        if unit.forward_depth or unit.backward_tokens or not unit.is_unsharded
+    )
 
 
 def memory_lines(plan: MemoryPlan, store: Store) -> list[MemoryLine]:

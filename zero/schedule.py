@@ -121,6 +121,8 @@ class UnitScheduler:
             failed = True
             self._reducer.abandon()
         self._guard.pop_all()
+        for unit in self.units:
+            unit.drop_prefetched(self._store)
         self._forward_thread = None
         if failed or self._in_forward:
             self._store.reclaim()
@@ -214,7 +216,9 @@ class UnitScheduler:
     def _acquire(self, unit: Unit, phase: Phase) -> None:
         self._unshard(unit)
         self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(self.units))
-        for predicted in self._order.visit(phase, unit.index):
+        for position, predicted in enumerate(self._order.visit(phase, unit.index)):
+            if not position and not self._store.device.is_host:
+                self.units[predicted].prefetch(self._store)
             if not self._read_ahead(self.units[predicted]):
                 break
 
@@ -231,7 +235,8 @@ class UnitScheduler:
             self._guard.forget(unit)
             held_bytes = unit.live_bytes
             unit.reshard()
-            self._store.heap.freed(held_bytes)
+            if self._store.device.is_host:
+                self._store.heap.freed(held_bytes)
 
     def _queue_end_of_task(self) -> None:
         task = torch._C._current_graph_task_id()

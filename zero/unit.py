@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Sequence
+from typing import TypeAlias
 
 import torch
 import xxhash
@@ -28,24 +29,29 @@ from torch import nn
 from estimators import ElementType, FlatLayout, Piece, SegmentSpec, shard_pieces
 from offload import (
     Device,
+    DeviceChecksums,
     Field,
     HostDevice,
     Ledger,
     Store,
-    device_checksums,
     elements_at,
     has_field,
     tensor_span,
     write_parameters,
+    write_parameters_on_device,
     write_range,
 )
 from offload.arrays import torch_dtype
 from offload.ledger import Activity
 from zero.aliases import LateAliases
+from zero.coming import ComingParameters, read_flat
 from zero.comm import Communicator
 from zero.replicated import gather_values
 from zero.seal import seal_all, sealed_like
 from zero.units import ManagedParameter
+
+Checksums: TypeAlias = list[int] | torch.Tensor
+"""One of each parameter; on a device they stay there until they are compared."""
 
 
 class UnitState(enum.Enum):
@@ -90,7 +96,11 @@ class Segment:
         self._shapes: list[torch.Size] = []
         self._views: list[torch.Tensor] = []
         self._sealed: list[torch.Tensor] = []
-        self._checksums: list[int] = []
+        self._checksums: Checksums = []
+        self._device_checksums: DeviceChecksums | None = None
+        self._differs: torch.Tensor | None = None
+        """On a device, which parameters checksums showed to be written; [Note: late comparison]."""
+        self.coming = ComingParameters(self)
         self._has_masters = False
         """Whether it rests in place and its masters elsewhere."""
         self._sums_hold = False
@@ -136,11 +146,8 @@ class Segment:
         """Read this rank's shard into the flat buffer and gather the others'."""
         if self.is_in_place:
             return
-        storage = self.flat.untyped_storage()
-        storage.resize_(self.flat.numel() * self.flat.element_size())
-        if self.flat.numel():
-            own = self.communicator.own_slice(self.flat)
-            self._device.join(store.read_parameters(self.index, self._device.memory_of(own)))
+        if not self.coming.take(store):
+            self._device.join(read_flat(self, store))
         with ledger.timing(Activity.COLLECTIVE):
             self.communicator.agree(self.index, f"the parameters of unit {self.spec.unit}")
             self.communicator.all_gather_in_place(self.flat)
@@ -181,41 +188,62 @@ class Segment:
         Only the one at `position` is looked at, if that is given.
         """
         versions = self._versions if since is None else since
-        sums = self._checksums if since is None else []
         chosen = range(len(self.members)) if position is None else range(position, position + 1)
+        differs = _differing(self, self._checksums if since is None else [], chosen)
         return [
             self.members[each]
             for each in chosen
             if self.members[each].parameter._version != versions[each]
             or self._has_strayed(self.members[each])
-            or (sums and self.checksums([each]) != [sums[each]])
+            or each in differs
         ]
 
-    def checksums(self, positions: Sequence[int] | None = None) -> list[int]:
+    def lost_writes(self) -> list[ManagedParameter]:
+        """Return the parameters written in the window that ends.
+
+        [Note: late comparison] The host would have to wait for a device to compare checksums. What
+        only they show is kept there, and `take_late_differences` asks for it where the host waits
+        anyway: at the step.
+        """
+        if self._device.is_host or not isinstance(self._checksums, torch.Tensor):
+            return self.changed()
+        found = torch.ne(self._checksums, torch.as_tensor(self.checksums()))
+        self._differs = found if self._differs is None else self._differs | found
+        return [
+            member
+            for member, version in zip(self.members, self._versions, strict=True)
+            if member.parameter._version != version or self._has_strayed(member)
+        ]
+
+    def take_late_differences(self) -> torch.Tensor | None:
+        """Return which parameters were written, bool, shape `[members]`, on the device; or None."""
+        found, self._differs = self._differs, None
+        return found
+
+    def checksums(self, positions: Sequence[int] | None = None) -> Checksums:
         """Return a checksum of the values of each parameter, or of those at some positions."""
         return self._sums_of(self.flat, positions)
 
-    def _sums_of(self, flat: torch.Tensor, positions: Sequence[int] | None = None) -> list[int]:
+    def _sums_of(self, flat: torch.Tensor, positions: Sequence[int] | None = None) -> Checksums:
         layout = self.layout
-        ranges = [
-            (layout.offsets[each], layout.offsets[each] + layout.numels[each])
-            for each in (range(len(self.members)) if positions is None else positions)
-        ]
+        chosen = range(len(self.members)) if positions is None else positions
+        ranges = [(at, at + numel) for at, numel in zip(layout.offsets, layout.numels, strict=True)]
         if not self._device.is_host:
-            return device_checksums(flat, ranges)
+            if self._device_checksums is None:
+                self._device_checksums = DeviceChecksums(flat, ranges)
+            found = self._device_checksums.of(flat)
+            return found if len(chosen) == len(ranges) else found[list(chosen)]
         memory = tensor_span(flat).view() if flat.numel() else memoryview(b"")
         size = self.flat.element_size()
         return [
-            xxhash.xxh3_64_intdigest(memory[start * size : stop * size]) for start, stop in ranges
+            xxhash.xxh3_64_intdigest(memory[start * size : stop * size])
+            for start, stop in (ranges[each] for each in chosen)
         ]
 
-    def differing(self, checksums: Sequence[int]) -> list[ManagedParameter]:
+    def differing(self, checksums: Checksums) -> list[ManagedParameter]:
         """Return the parameters whose values have another checksum now."""
-        return [
-            member
-            for member, old, new in zip(self.members, checksums, self.checksums(), strict=True)
-            if old != new
-        ]
+        positions = range(len(self.members))
+        return [self.members[each] for each in _differing(self, checksums, positions)]
 
     def collect_strays(self) -> None:
         """Copy the values of parameters that were moved off the flat buffer back into it.
@@ -267,7 +295,7 @@ class Segment:
         if position is None:
             self._checksums = self.checksums()
         else:
-            self._checksums[position] = self.checksums([position])[0]
+            self._checksums[position] = self.checksums([position])[0]  # type: ignore[assignment]
 
     def commit(self, store: Store, position: int | None = None) -> None:
         """Take over what a user changed in place, see [Note: changes in place].
@@ -342,6 +370,19 @@ class Segment:
         ]
 
 
+def _differing(segment: Segment, old: Checksums, positions: Sequence[int]) -> list[int]:
+    """Return at which of some positions the checksum is another one now."""
+    if not len(old):
+        return []
+    new = segment.checksums(positions)
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        before = old if len(positions) == len(old) else old[list(positions)]
+        found = (before != new).tolist()
+    else:
+        found = [old[each] != value for each, value in zip(positions, new, strict=True)]
+    return [each for each, is_new in zip(positions, found, strict=True) if is_new]
+
+
 def write_members(segment: Segment, store: Store, members: Collection[ManagedParameter]) -> None:
     """Store this rank's pieces of some parameters of a full flat buffer, and their masters.
 
@@ -349,7 +390,10 @@ def write_members(segment: Segment, store: Store, members: Collection[ManagedPar
     """
     own = segment.communicator.own_slice(segment.flat).detach()
     if len(members) == len(segment.members):
-        write_parameters(store, segment.index, own.float().cpu().clone().numpy())
+        if store.device.is_host:
+            write_parameters(store, segment.index, own.float().clone().numpy())
+        else:
+            write_parameters_on_device(store, segment.index, own.float().clone())
         return
     wanted = {member.order for member in members}
     for piece in segment.pieces:
@@ -412,11 +456,13 @@ class Unit:
             return
         self.move_to(UnitState.UNSHARDING)
         try:
-            for segment in self.segments:
-                segment.require_no_late_writes()
-                segment.fill(store, store.ledger)
+            with store.device.marking(f"unshard {self.name}"):
+                for segment in self.segments:
+                    segment.require_no_late_writes()
+                    segment.fill(store, store.ledger)
         except BaseException:
             store.reclaim()
+            self.drop_prefetched(store)
             for segment in self.segments:
                 segment.hide()
             self.move_to(UnitState.SHARDED)
@@ -424,6 +470,17 @@ class Unit:
         for segment in self.segments:
             segment.expose()
         self.move_to(UnitState.UNSHARDED)
+
+    def prefetch(self, store: Store) -> None:
+        """Start to copy the parameters of a unit that is sharded to the device."""
+        if self.state is UnitState.SHARDED:
+            for segment in self.segments:
+                segment.coming.start(store)
+
+    def drop_prefetched(self, store: Store) -> None:
+        """Free what was copied ahead and not used."""
+        for segment in self.segments:
+            segment.coming.drop(store)
 
     def reshard(self) -> None:
         """Free the full parameters.
@@ -437,7 +494,7 @@ class Unit:
             member.name
             for segment in self.segments
             if not segment.is_in_place
-            for member in segment.changed()
+            for member in segment.lost_writes()
         ]
         for segment in self.segments:
             segment.hide()

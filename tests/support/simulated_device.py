@@ -43,9 +43,9 @@ class SimulatedDevice(Device):
     is_host = False
 
     def __init__(self, seed: int = 0) -> None:
+        super().__init__()
         self.torch_device = torch.device("cpu")
         self.chance = random.Random(seed)
-        self.copied_bytes = {"in": 0, "out": 0}
         self._queues = {"in": collections.deque(), "out": collections.deque()}
 
     def copy(self, source: Memory, target: Memory, after: Fence = PASSED) -> Fence:

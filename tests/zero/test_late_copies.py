@@ -43,7 +43,11 @@ QUICK = [
     for cell in cells()
     if cell["clip"]
     and (cell["device"], cell["with_parameters"]) != ("none", True)
-    and cell["accumulation"] == (4 if cell["dtype"] == "bf16" else 1)
+    and (
+        cell["accumulation"] == (4 if cell["device"] == "nvme" else 1)
+        if cell["dtype"] == "bf16"
+        else (cell["accumulation"], cell["device"]) == (1, "nvme")
+    )
 ]
 QUICK += [
     {**cell, "update_device": "cpu"}
@@ -59,6 +63,7 @@ def on_the_processor(cell: dict[str, Any], scratch: Path) -> dict[str, Any]:
     key = (cell["dtype"], cell["accumulation"], cell["clip"])
     if key not in _ON_THE_PROCESSOR:
         plain = {**cell, "device": "none", "with_parameters": False, "update_device": "auto"}
+        plain.pop("device_memory", None)
         with pytest.MonkeyPatch.context() as undo:
             undo.setattr(zero.planning, "open_device", zero.devices.open_device)
             _ON_THE_PROCESSOR[key] = run_cell(plain, str(scratch))
@@ -77,8 +82,7 @@ def test_bits_are_those_of_the_processor(
     expected = on_the_processor(cell, module_scratch)
     found = run_cell(cell, str(module_scratch))
     is_all_there = cell["device"] == "none" and cell.get("update_device", "auto") != "cpu"
-    assert made[-1].copied_bytes["in"] > 0
-    assert made[-1].copied_bytes["out"] > 0 or is_all_there
+    assert is_all_there or min(made[-1].copied_bytes.values()) > 0
     assert found["mismatches"] == []
     assert all(ours == reference > 0 for reference, ours in found["norms"])
     assert found["digest"] == expected["digest"]
@@ -87,6 +91,44 @@ def test_bits_are_those_of_the_processor(
         assert step["read"] == step["planned_read"]
         assert step["written"] == step["planned_written"]
         assert (step["read"] > 0) == (cell["device"] == "nvme")
+
+
+@pytest.mark.nvme
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_spare_device_memory_is_used(
+    device: str, made: list[SimulatedDevice], module_scratch: Path
+) -> None:
+    cell = next(
+        each
+        for each in QUICK
+        if each["dtype"] == "bf16" and each["with_parameters"] and each["device"] == device
+    )
+    engines = []
+    with pytest.MonkeyPatch.context() as patch:
+        initialize = zero.initialize
+
+        def remember(**kwargs: Any) -> Any:
+            made_engine = initialize(**kwargs)
+            engines.append(made_engine[0])
+            return made_engine
+
+        patch.setattr(zero, "initialize", remember)
+        found = run_cell({**cell, "device_memory": "12MB"}, str(module_scratch))
+    plan = engines[-1].plan.memory
+    tiers = {
+        (section, plan.segment_tier(index, section))
+        for index in range(len(plan.request.segments))
+        for section in Section
+    }
+    below = Tier.HOST if device == "cpu" else Tier.NVME
+    assert {(Section.PARAMETER, Tier.DEVICE), (Section.GRADIENT, Tier.DEVICE)} <= tiers
+    assert {(Section.STATE, Tier.DEVICE), (Section.STATE, below)} <= tiers
+    assert plan.device_bytes <= 12_000_000
+    assert made[-1].copied_bytes["out"] > 0
+    expected = on_the_processor(cell, module_scratch)
+    assert found["mismatches"] == []
+    assert found["digest"] == expected["digest"]
+    assert found["losses"] == expected["losses"]
 
 
 @pytest.mark.parametrize("tiers", list(itertools.product(("none", "cpu"), repeat=2)), ids="-".join)
@@ -135,6 +177,37 @@ def test_parameters_are_read_and_written_outside_their_windows(made: list[Simula
     assert not zero.safe_get_full_grad(weight).any()
     engine.step()
     assert made[-1].copied_bytes["out"] > 0
+    engine.destroy()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_next_unit_is_copied_while_one_computes(
+    accumulation: int, made: list[SimulatedDevice]
+) -> None:
+    config = make_config(
+        parameters="cpu", optimizer="cpu", host_memory="1GB", accumulation=accumulation
+    )
+    engine, _, _, _ = zero.initialize(model=make_model(layers=4), config=config)
+    for step in range(3):
+        for _ in range(accumulation):
+            engine.backward(engine(*make_batch(step)))
+        engine.step()
+    blocks = [unit for unit in engine._runtime.units if unit.index]
+    ahead = [name for event, name in engine.ledger.events if event == "prefetch"]
+    # The first micro-batch records the order; from then on every block comes ahead, both ways.
+    assert len(ahead) == 2 * len(blocks) * (3 * accumulation - 1)
+    assert not any(segment.coming.is_coming for segment in _segments(engine))
+    assert all(not unit.live_bytes for unit in engine._runtime.units)
+    weight = engine.module.blocks[1].up.weight
+    engine(*make_batch(9))  # a forward alone leaves nothing behind that a change could not reach
+    with torch.no_grad():
+        weight.zero_()
+    assert not weight.clone().any()
+    loss = engine(*make_batch(9))
+    with zero.GatheredParameters([weight]):
+        assert not weight.any()
+    assert torch.isfinite(loss)
+    assert made[-1].copied_bytes["in"] > 0
     engine.destroy()
 
 
