@@ -30,6 +30,7 @@ from zero.replicated import gather_values
 from zero.run_state import describe_configured
 from zero.runtime import Runtime
 from zero.settings import Settings
+from zero.state_formats import rounding_of
 from zero.surface import FieldSurface, no_attribute
 
 LossScaler = StaticLossScaler | DynamicLossScaler
@@ -320,6 +321,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             scalars,
             lambda index: segments[index].forget_values(),
             lambda index: reducer.kept.pieces(segments[index]) if reducer is not None else None,
+            rounding_of(segments, self._settings.tiers.rounding_seed, self._history.updates + 1),
         )
         for segment in segments:
             if segment.spec.trainable:
