@@ -26,7 +26,8 @@ class LateAliases:
 
     def add(self, storage: torch.UntypedStorage, dtype: torch.dtype, sums: Sequence[int]) -> None:
         """Remember a buffer that is left to its users, with the checksums of its parameters."""
-        self._kept.append((StorageWeakRef(storage), dtype, sums))
+        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._kept.append((reference, dtype, sums))
 
     def written(self, sums: Sums) -> list[int]:
         """Return positions of parameters whose kept memory was written; each is told once."""
@@ -49,7 +50,7 @@ class LateAliases:
 
 def _flat_of(reference: StorageWeakRef, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the whole of a buffer that still lives, or None."""
-    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     if storage is None:
         return None
     return torch.empty(0, dtype=dtype).set_(storage)

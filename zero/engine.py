@@ -16,8 +16,14 @@ from torch import nn
 from offload import Ledger, update
 from zero.errors import ConfigError
 from zero.hooks import ModuleHook
-from zero.integrity import adopt_replaced, check_model, find_slots, managed_parameters
-from zero.kept import refuse_set_gradients
+from zero.integrity import (
+    adopt_replaced,
+    check_model,
+    find_slots,
+    managed_parameters,
+    refuse_gradients_without_backward,
+    refuse_set_gradients,
+)
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.memory import memory_lines, memory_report, warn_if_exceeded
 from zero.optimizer import ZeroOptimizer
@@ -28,6 +34,14 @@ from zero.settings import Settings
 from zero.surface import FieldSurface, no_attribute
 
 LossScaler = StaticLossScaler | DynamicLossScaler
+
+
+def _give_back(runtime: Runtime) -> None:
+    """Close the store, and take off what at the parameters would keep them and the model alive."""
+    runtime.scheduler.remove()
+    if runtime.reducer is not None:
+        runtime.reducer.drop()
+    runtime.store.close()
 
 
 class ZeroEngine(FieldSurface, nn.Module):
@@ -94,7 +108,7 @@ class ZeroEngine(FieldSurface, nn.Module):
             self.optimizer.attach(
                 ModuleHook(self.step), ModuleHook(self._restart_window), ModuleHook(self._holds)
             )
-        self._finalizer = weakref.finalize(self, runtime.store.close)
+        self._finalizer = weakref.finalize(self, _give_back, runtime)
 
     @property
     def ledger(self) -> Ledger:
@@ -132,7 +146,7 @@ class ZeroEngine(FieldSurface, nn.Module):
                 "this engine has no optimizer, so there is nothing to do with gradients; pass one"
                 " to zero.initialize or add an optimizer section to the configuration"
             )
-        refuse_set_gradients(self._runtime.segments)
+        refuse_set_gradients(self._runtime)
         scaled = self.scale(loss / self.gradient_accumulation_steps())
         try:
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
@@ -161,15 +175,18 @@ class ZeroEngine(FieldSurface, nn.Module):
             raise ConfigError("this engine has no optimizer; it cannot step")
         self._step_applied = False
         self._runtime.scheduler.recover()
-        refuse_set_gradients(self._runtime.segments)
+        refuse_set_gradients(self._runtime)
         adopt_replaced(self._slots)
         self._adopt_shapes()
         check_model(self.module, self._managed, self._runtime)
+        if not self._micro_batches:
+            refuse_gradients_without_backward(self._runtime)
         if self._micro_batches < self.gradient_accumulation_steps():
             return
         reducer = self._runtime.reducer
         if reducer is None:
             raise RuntimeError("an engine with an optimizer has no gradient reducer")
+        reducer.shown.adopt()
         norm = reducer.global_norm() / self.loss_scaler.cur_scale
         self._grad_norm = norm
         if math.isfinite(norm):
@@ -341,7 +358,7 @@ class ZeroEngine(FieldSurface, nn.Module):
         self._adopt_changes()
         if torch.is_grad_enabled():
             if self._is_idle:
-                refuse_set_gradients(self._runtime.segments)
+                refuse_set_gradients(self._runtime)
             self._forward_pending = self._window_saw_forward = True
 
     def _adopt_changes(self) -> None:
@@ -408,7 +425,7 @@ class ZeroEngine(FieldSurface, nn.Module):
         """Begin a new accumulation window with no gradients."""
         self._runtime.store.drop_gradients()
         if self._runtime.reducer is not None:
-            self._runtime.reducer.kept.drop()
+            self._runtime.reducer.drop()
         for segment in self._runtime.segments:
             segment.dropped_gradients.clear()
         self._micro_batches = 0

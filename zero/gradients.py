@@ -22,6 +22,7 @@ from zero.comm import Communicator
 from zero.hooks import ModuleHook
 from zero.kept import KeptGradients
 from zero.parameter import take_gradient
+from zero.shown import ShownGradients
 from zero.unit import Segment
 
 
@@ -52,7 +53,10 @@ class GradientReducer:
             member.order: member.name for segment in segments for member in segment.members
         }
         self._not_finite: list[str] = []
-        self.kept = KeptGradients(store)
+        self.kept = KeptGradients(store, segments)
+        self.shown = ShownGradients(store, segments, self.kept.keeps)
+        self._unmeasured: set[int] = set()
+        """Segments in which somebody has set gradients."""
 
     def register(self, on_arrival: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
         """Hook every parameter that gets gradients; `on_arrival` runs at each, inside backward.
@@ -81,8 +85,10 @@ class GradientReducer:
         for segment in self._segments if segments is None else segments:
             if segment.index in self._scratch:
                 self._reduce(segment)
-            elif self.kept.has_arrivals(segment):
-                self._note_kept(segment)
+            else:
+                self.kept.merge(segment)
+        if segments is None:
+            self.shown.show()
 
     def abandon(self) -> None:
         """Drop gradients that have arrived but are not reduced: their backward failed."""
@@ -100,6 +106,10 @@ class GradientReducer:
         Squares are summed in parameter then rank order, see [Note: block norm]. A collective.
         """
         for segment in self._segments:
+            if self.kept.keeps(segment):
+                self._measure_kept(segment)
+            elif segment.index in self._unmeasured:
+                self._measure(segment)
             if not self._store.has_gradient(segment.index):
                 for member in segment.members:
                     self._squares[member.order] = 0.0
@@ -130,12 +140,13 @@ class GradientReducer:
         self._collect(segment, position, parameter)
 
     def _collect(self, segment: Segment, position: int, parameter: torch.Tensor) -> None:
+        if self.kept.keeps(segment):
+            self.kept.arrive(segment)
+            return
+        if self.shown.is_showing and self.shown.withdraw(parameter):
+            return  # autograd has added it to what was shown
         gradient = take_gradient(parameter)
         if gradient is None:
-            return
-        if segment.index not in self._scratch and self.kept.accepts(segment, gradient):
-            if self.kept.arrive(segment, position, gradient) == len(segment.members):
-                self._note_kept(segment)
             return
         scratch = self._scratch.get(segment.index)
         if scratch is None:
@@ -172,10 +183,9 @@ class GradientReducer:
         self._store.add_gradient(segment.index, tensor_span(shard))
         self._note_squares(segment, shard)
 
-    def _note_kept(self, segment: Segment) -> None:
-        """Add what a backward has delivered to the kept gradients, and measure them."""
-        segment.dropped_gradients.clear()
-        self.kept.merge(segment)
+    def _measure_kept(self, segment: Segment) -> None:
+        """Take the norms of gradients that are at their parameters now."""
+        self.kept.count(segment)
         for position, member in enumerate(segment.members):
             gradient = self.kept.gradient(segment, position)
             self._squares[member.order] = (
@@ -186,19 +196,24 @@ class GradientReducer:
                 else 0.0
             )
 
-    def settle(self, segment: Segment) -> None:
-        """Put kept gradients where the plan has them, for those who read or set single ones."""
-        self.kept.settle(segment)
+    def note_set(self, segment: Segment) -> None:
+        """Have the norm of a segment's gradients taken anew at the step: somebody has set them."""
+        self._unmeasured.add(segment.index)
 
-    def measure(self, segment: Segment) -> None:
-        """Take the norm of a segment's gradients anew: somebody has set them."""
-        self.settle(segment)
+    def drop(self) -> None:
+        """Drop what is at the parameters, at the end of a window."""
+        self._unmeasured.clear()
+        self.kept.drop()
+        self.shown.drop()
+
+    def _measure(self, segment: Segment) -> None:
         shard = torch.zeros(segment.layout.shard_numel, dtype=torch_dtype(segment.spec.gradient))
         if shard.numel():
             self._store.read_gradient(segment.index, tensor_span(shard))
         self._note_squares(segment, shard)
 
     def _note_squares(self, segment: Segment, shard: torch.Tensor) -> None:
+        self._unmeasured.discard(segment.index)
         span = tensor_span(shard)
         element_bytes = segment.spec.gradient.size_bytes
         squares = dict.fromkeys(range(len(segment.members)), 0.0)
