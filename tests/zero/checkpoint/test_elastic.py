@@ -19,6 +19,12 @@ from tests.support.tiny import TinyTransformer, make_batch
 pytestmark = pytest.mark.nvme
 
 
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """Do once what every forked rank would do at its first engine."""
+    zero.initialize(model=model(), config=make_config())[0].destroy()
+
+
 class Model(TinyTransformer):
     """Tied, with a frozen block and parameters of every size around the world sizes."""
 
