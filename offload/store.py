@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +90,8 @@ class Store:
         """Sub-groups whose state on NVMe was ever written; the others' is zero and is not read."""
         self._has_gradient = [False] * len(plan.request.segments)
         self._failure: str | None = None
+        self.before_change: Callable[[SubGroup], None] = _ignore
+        """Called before parameters or state of a sub-group change: whoever copies them waits."""
         self.suspended: str | None = None
         """Why all work is refused until this is None again: what is here is half replaced."""
         self.is_closed = False
@@ -272,6 +274,10 @@ class Store:
             return self._require_pager().blank(_extent(group))
         ahead = _sections_on_nvme(following, Section.GRADIENT)
         return self._require_pager().page_in(_extent(group), _GRADIENT, ahead)
+
+
+def _ignore(_group: SubGroup) -> None:
+    """Nobody copies anything."""
 
 
 def _measure_schedule(engine: Engine, file: TransferFile, arena: HostArena) -> None:

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from zero.checkpoint.save import SaveRequest
-from zero.checkpoint.surface import LoadRequest, load_checkpoint, save_checkpoint
+from zero.checkpoint.surface import (
+    LoadRequest,
+    load_checkpoint,
+    save_checkpoint,
+    wait_for_checkpoint,
+)
 
 
 class CheckpointCalls:
@@ -23,6 +28,7 @@ class CheckpointCalls:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
         *,
+        blocking: bool = True,
         keep_last: int | None = None,
     ) -> bool:
         """Save everything that the run needs to go on; a collective, legal at any micro-step.
@@ -34,6 +40,9 @@ class CheckpointCalls:
             client_state: anything of yours made of numbers, text, containers and tensors.
             save_latest: let `latest` name this one.
             exclude_frozen_parameters: leave out weights that are not trained.
+            blocking: return when it is in its place. If false, a thread goes on with the state of
+                this moment; `wait_for_checkpoint`, the next save and `destroy` wait for it, and
+                raise what went wrong.
             keep_last: remove all but so many of the newest checkpoints in the folder.
 
         Raises:
@@ -50,8 +59,18 @@ class CheckpointCalls:
                 exclude_frozen_parameters,
                 keep_last,
             ),
+            blocking=blocking,
         )
         return True
+
+    def wait_for_checkpoint(self) -> str | None:
+        """Wait for a save with `blocking=False`; return its folder, or None if there is none.
+
+        Raises:
+            CheckpointError: if it failed.
+        """
+        found = wait_for_checkpoint(self)  # type: ignore[arg-type]
+        return None if found is None else str(found)
 
     def load_checkpoint(
         self,
