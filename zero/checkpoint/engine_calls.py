@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zero.checkpoint.export import save_16bit_model
 from zero.checkpoint.save import SaveRequest
 from zero.checkpoint.surface import (
     LoadRequest,
@@ -105,3 +106,23 @@ class CheckpointCalls:
             ),
         )
         return (None, None) if found is None else (str(found[0]), found[1])
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the full weights, as they train, into one file; a collective.
+
+        A name that ends in `.safetensors` gives such a file, any other what `torch.load` reads.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        save_16bit_model(
+            self,  # type: ignore[arg-type]
+            Path(save_dir) / save_filename,
+            exclude_frozen=exclude_frozen_parameters,
+        )
+        return True

@@ -144,7 +144,7 @@ def verify(path: str | Path, tag: str | None = None) -> int:
     folder = locate(Path(path), tag)
     inspect(folder)
     manifest = read_manifest(folder)
-    io = open_engine("auto", directory=folder)
+    io = open_engine("threads")
     try:
         with CheckpointFiles(folder, manifest) as files:
             return verify_blocks(files, io)
