@@ -37,7 +37,7 @@ from zero.errors import CheckpointError
 from zero.runtime import Runtime
 from zero.unit import Segment
 
-_READS_AHEAD = 6
+_READS_AHEAD = 8
 _LARGEST_READ_BYTES = 4 << 20
 
 BlockKey = tuple[PieceEntry, int]
