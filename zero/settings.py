@@ -47,6 +47,7 @@ class TierSettings:
     write_burst: int = 0
     measures_schedule: bool = False
     verify: bool = False
+    keep_last_checkpoints: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,7 @@ class ZeroConfig(Document):
             write_burst=tiers.write_burst,
             measures_schedule=tiers.io_schedule == "measure",
             verify=tiers.verify,
+            keep_last_checkpoints=tiers.keep_last_checkpoints,
         )
 
     def _scheduler_factory(self) -> NamedFactory | None:

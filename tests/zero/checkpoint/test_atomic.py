@@ -7,6 +7,7 @@ import random
 import resource
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,11 @@ def test_a_tag_twice_and_only_the_last_ones_stay(scratch: Path) -> None:
     assert (folder / "global_step4").is_dir(), "what `latest` names is never removed"
     (folder / "global_step9").mkdir()
     (folder / "notes.txt").write_text("mine")
-    engine.save_checkpoint(folder, keep_last=1)
+    engine._settings = replace(
+        engine._settings, tiers=replace(engine._settings.tiers, keep_last_checkpoints=1)
+    )
+    engine.save_checkpoint(folder)
+    assert [tag for _, tag in directory.list_checkpoints(folder)] == ["global_step4"]
     assert (folder / "global_step9").is_dir()
     assert (folder / "notes.txt").exists()
     assert os.access(folder / "zero_to_fp32.py", os.X_OK)
