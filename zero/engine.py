@@ -196,7 +196,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self._close_step()
         self.loss_scaler.update_scale(not math.isfinite(norm), reducer.not_finite)
         if self.lr_scheduler is not None and math.isfinite(norm):
-            self.lr_scheduler.step()
+            self._step_schedule()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  torch's own
         """Drop the gradients accumulated so far."""
@@ -310,6 +310,12 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         for segment in segments:
             segment.accept_changes()
         self._history.updates += 1
+
+    def _step_schedule(self) -> None:
+        optimizer = getattr(self.lr_scheduler, "optimizer", None)
+        if optimizer is not None:
+            optimizer._opt_called = True  # torch's schedules warn of an order that is right here
+        self.lr_scheduler.step()
 
     def _close_step(self) -> None:
         """Close the step in the ledger, and compare the plan with reality after the first one."""

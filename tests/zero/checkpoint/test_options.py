@@ -79,14 +79,14 @@ def test_parameters_go_on_with_their_own_step_counts(scratch: Path) -> None:
     engine.destroy()
 
     engine = start(scratch)  # nothing is frozen yet: what waited is trained at once
-    with pytest.warns(zero.ResumeWarning, match="trained now, frozen then: blocks.1.norm1.weight"):
+    with pytest.warns(zero.ResumeWarning, match="trained now, frozen then: blocks.1.gain"):
         engine.load_checkpoint(scratch / "again")
     train(engine, 4, 6)
     assert state_digest(engine) == whole
     engine.destroy()
 
     engine = start(scratch, frozen_model(0, 1))
-    with pytest.warns(zero.ResumeWarning, match="frozen now, trained then: blocks.0.norm1.weight"):
+    with pytest.warns(zero.ResumeWarning, match="frozen now, trained then: blocks.0.gain"):
         engine.load_checkpoint(scratch / "ck")
     engine.module.blocks[0].requires_grad_(requires_grad=True)
     thaw_all(engine)
@@ -137,8 +137,8 @@ def test_a_smaller_or_larger_model_loads_what_is_there_if_asked(scratch: Path) -
         with pytest.raises(CheckpointError, match=words):
             engine.load_checkpoint(scratch / "ck")
         assert state_digest(engine) == before
-        with pytest.warns(zero.ResumeWarning, match="parameter groups: saved 1, now 1, with other"):
-            engine.load_checkpoint(scratch / "ck", load_module_strict=False)
+        engine.load_checkpoint(scratch / "ck", load_module_strict=False)
+        assert engine.global_steps == 2
         assert moments(engine).any()
         if layers == 3:
             late = zero.safe_get_full_optimizer_state(engine.module.blocks[2].up.weight, "exp_avg")
