@@ -233,7 +233,11 @@ class ShardLoader:
             return [(WEIGHT, Field.PARAMETER)]
         found = [(WEIGHT, Field.MASTER)]
         if states:
-            found += STATE_FIELDS.items()
+            found += [
+                (name, field)
+                for name, field in STATE_FIELDS.items()
+                if has_field(self._store, segment.index, field)
+            ]
         if gradients:
             found.append((GRADIENT, Field.GRADIENT))
         return found
