@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from aio_ops import Engine, HostArena, Ticket
 from estimators import Section, SubGroup
 from offload.arrays import clear_bytes
 from offload.host_view import HostView
@@ -82,6 +83,7 @@ def write_group(
         PageError: if a transfer failed.
     """
     store.require_intact()
+    store.before_change(group)
     changed = frozenset(
         section for field in fields for section in sections_set_by(store, group, field)
     )
@@ -109,6 +111,85 @@ def write_group(
         store.pager.page_out(slot, paged)
         if Section.STATE in paged:
             store.written_states.add(group.index)
+
+
+class ExtentReader:
+    """Reads sub-groups beside the pager, for whoever copies while training goes on.
+
+    What rests on NVMe is read from its extent into memory of this reader's own, a sub-group ahead.
+    Nothing may write the sub-groups meanwhile, see `Store.before_change`.
+    """
+
+    def __init__(
+        self, store: Store, io: Engine, plan: Sequence[tuple[SubGroup, Collection[Field]]]
+    ) -> None:
+        self._store = store
+        self._io = io
+        self._plan = list(plan)
+        self._slots: list[Slot] = []
+        paged = [self._span_of(group, fields)[1] for group, fields in self._plan]
+        self._arena: HostArena | None = None
+        if any(paged):
+            largest = max(
+                group.extent.size_bytes for group, _ in self._plan if group.extent is not None
+            )
+            self._arena = HostArena(2 * largest)
+            self._slots = [Slot(index, self._arena.carve(largest)) for index in range(2)]
+        self._ahead: tuple[Slot, Ticket] | None = None
+
+    def read(self) -> Iterator[tuple[SubGroup, Collection[Field], GroupReader]]:
+        """Yield each sub-group with a reader that is valid until the next one.
+
+        Raises:
+            TransferError: if a read failed.
+        """
+        for position, (group, fields) in enumerate(self._plan):
+            slot = self._finish(group, fields, position)
+            yield group, fields, GroupReader(self._store, group, slot)
+
+    def close(self) -> None:
+        """Give the memory up."""
+        if self._ahead is not None:
+            self._io.drain()
+            self._ahead = None
+        if self._arena is not None:
+            self._arena.close()
+
+    def _finish(self, group: SubGroup, fields: Collection[Field], position: int) -> Slot | None:
+        slot = None
+        if self._span_of(group, fields)[1]:
+            slot, ticket = self._ahead or self._start(position)
+            self._ahead = None
+            ticket.wait()
+            for section in _sections(fields):
+                if group.on_nvme(section) and not _stored(self._store, group, section):
+                    clear_bytes(slot.section(section))
+        elif group.extent is not None and self._slots:
+            slot = self._slots[position % 2]
+            slot.extent = group.extent
+            for section in _sections(fields):
+                if group.on_nvme(section):
+                    clear_bytes(slot.section(section))
+        following = position + 1
+        if following < len(self._plan) and self._span_of(*self._plan[following])[1]:
+            self._ahead = self._start(following)
+        return slot
+
+    def _start(self, position: int) -> tuple[Slot, Ticket]:
+        group, fields = self._plan[position]
+        start, size = self._span_of(group, fields)
+        slot, file = self._slots[position % 2], self._store.swap_file
+        if group.extent is None or file is None:
+            raise RuntimeError("nothing of this sub-group rests on NVMe")
+        slot.extent = group.extent
+        offset = group.extent.offset + start
+        return slot, self._io.submit_read(file, offset, slot.span.sub(start, size))
+
+    def _span_of(self, group: SubGroup, fields: Collection[Field]) -> tuple[int, int]:
+        """Return where the stored sections lie in the extent: offset and bytes."""
+        if group.extent is None:
+            return 0, 0
+        return group.extent.span(_reads(self._store, group, _sections(fields)))
 
 
 def _reads(store: Store, group: SubGroup, wanted: frozenset[Section]) -> frozenset[Section]:

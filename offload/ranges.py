@@ -250,6 +250,8 @@ def _write_group(
     store: Store, group: SubGroup, field: Field, first: int, values: torch.Tensor
 ) -> None:
     """Set elements of one field of one sub-group, and what follows from them."""
+    if field is not Field.GRADIENT:
+        store.before_change(group)
     sections = sections_set_by(store, group, field)
     slot = _lend(store, group, sections)
     try:

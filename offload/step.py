@@ -60,6 +60,7 @@ def update(
     def lend(position: int) -> Slot | None:
         while paged and paged[0][0] <= position:
             paged.popleft()
+        store.before_change(groups[position])
         return _lend(store, groups[position], reads[position], (each[1:] for each in paged))
 
     def note(group: SubGroup) -> None:

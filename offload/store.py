@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -126,6 +126,8 @@ class Store:
         """Sub-groups whose state on NVMe was ever written; the others' is zero and is not read."""
         self._has_gradient = [False] * len(plan.request.segments)
         self._failure: str | None = None
+        self.before_change: Callable[[SubGroup], None] = _ignore
+        """Called before parameters or state of a sub-group change: whoever copies them waits."""
         self.suspended: str | None = None
         """Why all work is refused until this is None again: what is here is half replaced."""
         self.is_closed = False
@@ -149,11 +151,7 @@ class Store:
             self.slots = carve_slots(self.slot_arena, plan.slots)
             self.transfers = self._open_transfers(self.swap_file, parts)
             self.pager = Pager(self.transfers, self.slots, self.ledger, burst=parts.burst)
-        self.ledger.rates = plan.request.rates
-        self.ledger.copied_bytes = parts.device.copied_bytes
-        self.ledger.parameter_numel = sum(
-            group.numel for group in plan.sub_groups if group.tier(Section.STATE) is not None
-        )
+        _describe(self.ledger, plan, parts.device)
 
     # Parameters
 
@@ -359,6 +357,18 @@ def _accumulate(
         # One rounding an element, in the gradient's type.
         elements_at(part, element, numel).add_(elements_at(earlier, element, numel))
     return store.device.copy(part, stored)
+
+
+def _describe(ledger: Ledger, plan: MemoryPlan, device: Device) -> None:
+    ledger.rates = plan.request.rates
+    ledger.copied_bytes = device.copied_bytes
+    ledger.parameter_numel = sum(
+        group.numel for group in plan.sub_groups if group.tier(Section.STATE) is not None
+    )
+
+
+def _ignore(_group: SubGroup) -> None:
+    """Nobody copies anything."""
 
 
 def _measure_schedule(engine: Engine, file: TransferFile, arena: HostArena) -> None:

@@ -28,6 +28,7 @@ def write_parameters_on_device(store: Store, segment: int, masters: torch.Tensor
         raw, kept = _encode(store, segment, values)
         if group.tier(Section.STATE) is None or _says_nothing(store, group, kept):
             kept = {}
+        store.before_change(group)
         fence = _write_group(store, group, raw, kept)
         store.device.join(fence)  # the encoded values are freed now
         store.update_fence = last_of(store.update_fence, fence)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offload import Ledger, update
+from zero.checkpoint.background import BackgroundSave
 from zero.checkpoint.engine_calls import CheckpointCalls
 from zero.durable import DurableRun
 from zero.errors import ConfigError
@@ -78,6 +79,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self.loss_scaler = loss_scaler
         self.configuration: Any = None
         """The configuration as plain data, for checkpoints to tell."""
+        self.pending_save: BackgroundSave | None = None
         self.resume_report: tuple[str, ...] = ()
         """What differed between the run that was loaded last and this one."""
         self.training_dataloader: ResumableLoader | None = None
@@ -228,7 +230,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self._close_step()
         self.loss_scaler.update_scale(not math.isfinite(norm), reducer.not_finite)
         if self.lr_scheduler is not None and math.isfinite(norm):
-            self.lr_scheduler.step()
+            self._step_schedule()
         if self.durable is not None:
             self.durable.after_step(self)
 
@@ -284,6 +286,12 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         if self._destroyed:
             return
         self._destroyed = True
+        try:
+            self.wait_for_checkpoint()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
         self._runtime.scheduler.remove()
         self._forward_hook.remove()
         self._retired = None
@@ -347,10 +355,23 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
                 gather_values(segment, self.ledger)
         self._history.updates += 1
 
+    def _step_schedule(self) -> None:
+        optimizer = getattr(self.lr_scheduler, "optimizer", None)
+        if optimizer is not None:
+            optimizer._opt_called = True  # torch's schedules warn of an order that is right here
+        self.lr_scheduler.step()
+
     def _close_step(self) -> None:
         """Close the step in the ledger, and compare the plan with reality after the first one."""
         self._retired = None
         self._runtime.store.ledger.end_step()
+        if self.pending_save is not None and self.pending_save.error is not None:
+            warnings.warn(
+                f"saving {self.pending_save.tag} failed: {self.pending_save.error}; training goes"
+                " on, and engine.wait_for_checkpoint() raises this",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         if self.global_steps == 1:
             lines = memory_lines(self.plan.memory, self._runtime.store)
             self._first_step = [line.to_dict() for line in lines]
@@ -440,6 +461,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
                 "parameters can be resized, frozen and unfrozen between steps of an engine with an"
                 " optimizer, not while gradients are accumulated; call engine.step() before"
             )
+        self.wait_for_checkpoint()
         self._runtime.scheduler.recover()
         if any(unit.is_held for unit in self._runtime.units):
             raise RuntimeError(

@@ -49,7 +49,7 @@ def require_no_late_differences(segments: Sequence[Segment]) -> None:
     lost = [name for name, is_written in zip(names, written, strict=True) if is_written]
     if lost:
         raise RuntimeError(
-            f"parameters {', '.join(lost)} were changed in place (through `.data` or an alias) while"
+            f"parameters {', '.join(lost)} were changed in place (by `.data` or an alias) while"
             " their unit was unsharded, and the change is lost; change them inside"
             " `with zero.GatheredParameters(parameters, modifier_rank=0):`"
         )

@@ -70,6 +70,7 @@ class TierSettings:
     measures_schedule: bool = False
     verify: bool = False
     durable: DurableSettings | None = None
+    keep_last_checkpoints: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

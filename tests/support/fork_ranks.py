@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -53,21 +54,15 @@ def wait_for(processes: list[int], timeout_s: float = 120) -> list[Any]:
 
 def reap(processes: list[int], timeout_s: float = 120) -> list[int]:
     """Wait until processes are gone and return their exit codes; late ones are killed."""
-    codes: dict[int, int] = {}
+    codes = []
     end = time.monotonic() + timeout_s
-    while len(codes) < len(processes):
-        for process in processes:
-            if process not in codes:
-                done, status = os.waitpid(process, os.WNOHANG)
-                if done:
-                    codes[process] = os.waitstatus_to_exitcode(status)
-        if time.monotonic() > end:
-            for process in processes:
-                if process not in codes:
-                    os.kill(process, signal.SIGKILL)
-            end = time.monotonic() + 10
-        time.sleep(0.002)
-    return [codes[process] for process in processes]
+    for process in processes:
+        ended = os.pidfd_open(process)
+        if not select.select([ended], [], [], max(end - time.monotonic(), 0.0))[0]:
+            os.kill(process, signal.SIGKILL)
+        os.close(ended)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    return codes
 
 
 def on_ranks(work: Work, world_size: int, folder: Path, timeout_s: float = 120) -> list[Any]:

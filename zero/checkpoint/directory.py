@@ -128,7 +128,8 @@ class PendingFolder:
         if save_latest:
             replace_text(self.folder / LATEST, self.tag)
         for left in (self.path, *self.folder.glob(f"{_REPLACED}{self.tag}-*")):
-            shutil.rmtree(left, ignore_errors=True)
+            if left.exists():
+                _remove(left)
         self.release()
         return final
 
@@ -167,7 +168,7 @@ def remove_debris(folder: Path) -> None:
     for path in folder.glob(f"{_TEMPORARY}*"):
         if _is_dead(path):
             _log.warning("removing %s, which a save that was killed has left", path)
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
     for path in folder.glob(f"{_REMOVED}*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f"{_REPLACED}*"):
@@ -183,6 +184,8 @@ def _is_dead(path: Path) -> bool:
     try:
         descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
+        if (path / MANIFEST_NAME).exists():
+            return True  # a checkpoint that was replaced and not removed any more
         return time.time() - path.stat().st_mtime > _DEAD_AFTER_S
     except OSError:
         return False
@@ -219,10 +222,15 @@ def prune(folder: Path, keep_last: int) -> list[str]:
     known = [name for _, name in list_checkpoints(folder)]
     removed = [name for name in known[: max(len(known) - keep_last, 0)] if name != latest]
     for name in removed:
-        aside = folder / f"{_REMOVED}{name}-{secrets.token_hex(4)}"
-        (folder / name).rename(aside)  # at once: half a checkpoint never has its name
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(folder / name)
     return removed
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, its name first: half of one never has it."""
+    aside = path.with_name(f"{_REMOVED}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def replace_text(path: Path, text: str) -> None:

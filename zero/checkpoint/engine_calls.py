@@ -6,14 +6,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zero.checkpoint.export import save_16bit_model
 from zero.checkpoint.save import SaveRequest
-from zero.checkpoint.surface import LoadRequest, load_checkpoint, save_checkpoint
+from zero.checkpoint.surface import (
+    LoadRequest,
+    load_checkpoint,
+    save_checkpoint,
+    wait_for_checkpoint,
+)
+from zero.settings import Settings
 
 
 class CheckpointCalls:
     """Saves and loads an engine."""
 
     global_steps: int
+    _settings: Settings
 
     def save_checkpoint(
         self,
@@ -23,6 +31,7 @@ class CheckpointCalls:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
         *,
+        blocking: bool = True,
         keep_last: int | None = None,
     ) -> bool:
         """Save everything that the run needs to go on; a collective, legal at any micro-step.
@@ -34,7 +43,11 @@ class CheckpointCalls:
             client_state: anything of yours made of numbers, text, containers and tensors.
             save_latest: let `latest` name this one.
             exclude_frozen_parameters: leave out weights that are not trained.
-            keep_last: remove all but so many of the newest checkpoints in the folder.
+            blocking: return when it is in its place. If false, a thread goes on with the state of
+                this moment; `wait_for_checkpoint`, the next save and `destroy` wait for it, and
+                raise what went wrong.
+            keep_last: remove all but so many of the newest checkpoints in the folder; by default
+                what `tiers.keep_last_checkpoints` says.
 
         Raises:
             CheckpointError: if it cannot be saved; what was there before is as it was.
@@ -48,10 +61,20 @@ class CheckpointCalls:
                 dict(client_state or {}),
                 save_latest,
                 exclude_frozen_parameters,
-                keep_last,
+                keep_last or self._settings.tiers.keep_last_checkpoints,
             ),
+            blocking=blocking,
         )
         return True
+
+    def wait_for_checkpoint(self) -> str | None:
+        """Wait for a save with `blocking=False`; return its folder, or None if there is none.
+
+        Raises:
+            CheckpointError: if it failed.
+        """
+        found = wait_for_checkpoint(self)  # type: ignore[arg-type]
+        return None if found is None else str(found)
 
     def load_checkpoint(
         self,
@@ -86,3 +109,23 @@ class CheckpointCalls:
             ),
         )
         return (None, None) if found is None else (str(found[0]), found[1])
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the full weights, as they train, into one file; a collective.
+
+        A name that ends in `.safetensors` gives such a file, any other what `torch.load` reads.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        save_16bit_model(
+            self,  # type: ignore[arg-type]
+            Path(save_dir) / save_filename,
+            exclude_frozen=exclude_frozen_parameters,
+        )
+        return True

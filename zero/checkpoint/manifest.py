@@ -28,7 +28,7 @@ from zero.errors import CheckpointError
 FORMAT = "tierzero checkpoint"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
-CHECKSUM_NUMEL = 1 << 20
+CHECKSUM_NUMEL = 1 << 18
 """Elements under one checksum."""
 
 WEIGHT = "weight"
@@ -177,7 +177,8 @@ def manifest_text(manifest: Manifest) -> str:
         "ranks": [rank_data(each) for each in manifest.ranks],
         **manifest.extra,
     }
-    return json.dumps({"checksum": _digest(body), **body}, indent=0)
+    lines = [f"{json.dumps(key)}: {_entry_lines(value)}" for key, value in body.items()]
+    return "{\n" + ",\n".join([f'"checksum": "{_digest(body)}"', *lines]) + "\n}\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -346,6 +347,13 @@ def _is_tiled(pieces: Sequence[PieceEntry], numel: int) -> bool:
             return False
         end += piece.numel
     return end == numel and len({piece.dtype for piece in pieces}) == 1
+
+
+def _entry_lines(value: Any) -> str:
+    """Return JSON text with a line for each entry of a list, for people and for `diff`."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(json.dumps(each) for each in value) + "\n]"
+    return json.dumps(value)
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -103,7 +103,7 @@ class Save:
         self._communicator.broadcast(nonce, 0)
         self._pending = PendingFolder(request.folder, request.tag, f"{int(nonce):016x}")
         self._make_folder()
-        self._io = open_engine("auto", directory=self._pending.path)
+        self.io = open_engine("auto", directory=self._pending.path)
         self.file = self._reserve()
 
     def finish(self) -> Path:
@@ -140,7 +140,7 @@ class Save:
     def close(self) -> None:
         """Give memory, file and engine up."""
         self.file.close()
-        self._io.close()
+        self.io.close()
 
     def _make_folder(self) -> None:
         problem: Exception | None = None
@@ -156,7 +156,7 @@ class Save:
         file: RankFile | None = None
         try:
             file = RankFile(
-                self._pending.path / file_name(self._communicator.rank), self._plan, self._io
+                self._pending.path / file_name(self._communicator.rank), self._plan, self.io
             )
         except OSError as error:
             problem = CheckpointError(
@@ -168,7 +168,7 @@ class Save:
         except BaseException:
             if file is not None:
                 file.close()
-            self._io.close()
+            self.io.close()
             self._communicator.barrier()
             if self._communicator.rank == 0:
                 self._pending.abandon()

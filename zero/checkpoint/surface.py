@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aio_ops import open_engine
+from estimators import SubGroup
+from offload import Field
 from offload.groups import read_group
 from zero.buffers import check_buffers
+from zero.checkpoint.background import BackgroundSave
 from zero.checkpoint.directory import LATEST, check_tag, find, read_latest
 from zero.checkpoint.layout import STATE_FIELDS
 from zero.checkpoint.load import CheckpointFiles, PieceIndex, ShardLoader, verify_blocks
@@ -35,6 +38,7 @@ from zero.parameter import reference_of
 from zero.plain import from_plain
 from zero.replan import keep_moments
 from zero.run_state import RestoreParts, RunState, restore, window_survives
+from zero.unit import Segment
 from zero.units import ManagedParameter
 
 if TYPE_CHECKING:
@@ -59,30 +63,57 @@ class LoadRequest:
     """Whether all is read and compared before anything changes; None: if the engine has trained."""
 
 
-def save_checkpoint(engine: ZeroEngine, request: SaveRequest) -> Path:
-    """Save a checkpoint and return its folder; a collective."""
+def save_checkpoint(engine: ZeroEngine, request: SaveRequest, *, blocking: bool) -> None:
+    """Save a checkpoint; a collective. Without `blocking` a thread goes on with it."""
+    wait_for_checkpoint(engine)
     _come_to_rest(engine)
     save = Save(engine, request)
-    store = engine._runtime.store
-    groups = store.plan.sub_groups
+    runtime = engine._runtime
+    later: list[tuple[SubGroup, frozenset[Field]]] = []
     try:
         save.file.write_start()
+        groups = runtime.store.plan.sub_groups
         for position, group in enumerate(groups):
             fields = save.file.fields(group)
-            if not fields:
-                continue
-            with read_group(store, group, fields, groups[position + 1 :]) as reader:
-                save.file.write_group(group, reader.copy, fields)
+            now = fields if blocking else fields & _changing(runtime.segments[group.segment])
+            if now:
+                with read_group(runtime.store, group, now, groups[position + 1 :]) as reader:
+                    save.file.write_group(group, reader.copy, now)
+            if fields - now:
+                later.append((group, fields - now))
+        if runtime.store.pager is not None:
+            runtime.store.pager.drain()
+        engine.pending_save = None if blocking else BackgroundSave(runtime.store, save, later)
     except BaseException as error:
         save.fail(error)
         save.close()
         raise
-    return save.finish()
+    if blocking:
+        problem: Exception | None = None
+        try:
+            save.finish()
+        except (OSError, CheckpointError) as error:
+            problem = error
+        agree(runtime.communicator, problem, "finish it")
+
+
+def wait_for_checkpoint(engine: ZeroEngine) -> Path | None:
+    """Wait for a save that a thread goes on with; return its folder, or None if there is none."""
+    pending, engine.pending_save = engine.pending_save, None
+    return pending.wait() if pending is not None else None
+
+
+def _changing(segment: Segment) -> frozenset[Field]:
+    """Return the fields that may change without `Store.before_change`."""
+    if segment.is_in_place:
+        return frozenset({Field.GRADIENT, Field.PARAMETER, Field.MASTER})
+    return frozenset({Field.GRADIENT})
 
 
 def load_checkpoint(engine: ZeroEngine, request: LoadRequest) -> tuple[Path, Any] | None:
     """Load a checkpoint; return its folder and the client state, or None if there is none."""
     communicator = engine._runtime.communicator
+    wait_for_checkpoint(engine)
     engine._runtime.store.suspended = None
     _come_to_rest(engine)
     communicator.join(f"loading checkpoint {request.tag or LATEST} of {request.folder}")

@@ -185,6 +185,7 @@ class ZeroConfig(Document):
             measures_schedule=tiers.io_schedule == "measure",
             verify=tiers.verify,
             durable=DurableSettings(**tiers.durable) if tiers.durable else None,
+            keep_last_checkpoints=tiers.keep_last_checkpoints,
         )
 
     def _scheduler_factory(self) -> NamedFactory | None:

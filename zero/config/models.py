@@ -125,6 +125,10 @@ class Tiers(Section):
         "check at every page-in that NVMe gives back the bytes that were written (xxhash)",
         default=False,
     )
+    keep_last_checkpoints: Annotated[int | None, Integer(nullable=True, minimum=1)] = key(
+        "checkpoints that stay in a folder when another is saved there; null keeps all",
+        default=None,
+    )
 
 
 class Aio(Section):
@@ -404,7 +408,9 @@ class Document(Section):
         "details of wall_clock_breakdown", default=None, why="the engine prints nothing"
     )
     datastates: Annotated[Any, Free()] = _unsupported(
-        "a checkpoint engine", "this version saves no checkpoints", default=None
+        "a checkpoint engine",
+        "save_checkpoint(blocking=False) copies while training goes on",
+        default=None,
     )
     monitor: Annotated[Any, Free()] = _unsupported(
         "metrics",

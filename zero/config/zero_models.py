@@ -180,7 +180,7 @@ class ZeroOptimization(Section):
     load_from_fp32_weights: Annotated[bool, Switch()] = no_effect(
         "restore masters from fp32 weights",
         default=True,
-        why="this version saves no checkpoints",
+        why="masters are saved and restored in fp32",
     )
     elastic_checkpoint: Annotated[bool, Switch()] = no_effect(
         "checkpoints for another world size",
@@ -220,7 +220,7 @@ class ZeroOptimization(Section):
     stage3_gather_16bit_weights_on_model_save: Annotated[bool, Switch()] = no_effect(
         "allow save_16bit_model",
         default=False,
-        why="this version saves no checkpoints",
+        why="save_16bit_model always works, one tensor at a time",
         auto=Auto.FRAMEWORK,
     )
     stage3_module_granularity_threshold: Annotated[int, Integer()] = no_effect(
@@ -281,7 +281,7 @@ class ZeroOptimization(Section):
         "a linear layer that saves memory", default=True, why="modules are used as they are"
     )
     pipeline_loading_checkpoint: Annotated[bool, Switch()] = no_effect(
-        "load modules in a pipeline", default=False, why="this version loads no checkpoints"
+        "load modules in a pipeline", default=False, why="loading streams block by block"
     )
     override_module_apply: Annotated[bool, Switch()] = no_effect(
         "gather in nn.Module.apply",
