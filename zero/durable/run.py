@@ -12,7 +12,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +38,7 @@ from zero.durable.protocol import (
     DurableError,
     Holding,
     candidates,
+    newest_whole,
     next_name,
     perform,
     refusal_to_begin,
@@ -212,24 +213,30 @@ class DurableRun:
         self._commits = StoreCommits(store, self._copies)
         started = time.monotonic()
         fell_back: list[str] = []
-        for name in self._candidates:
+        read_bytes = 0
+
+        def is_whole(name: CommitName) -> bool:
+            nonlocal read_bytes
             read_bytes, error = self._try(name)
             errors = self._communicator.gather_texts(error)
-            if not any(errors):
-                self._take(name)
-                seconds = time.monotonic() - started
-                step = self._manifests.find(name).step
-                self.resumed = Resumed(
-                    self.name, step, name.sequence, read_bytes, seconds, tuple(fell_back)
-                )
-                return True
-            fell_back.append(f"commit {name.sequence} was not taken: {_by_rank(errors)}")
-        if self._candidates:
+            if any(errors):
+                fell_back.append(f"commit {name.sequence} was not taken: {_by_rank(errors)}")
+            return not any(errors)
+
+        name = newest_whole(self._candidates, is_whole)
+        if name is None and self._candidates:
             raise DurableError(
                 f"the durable run {self.name!r} cannot be resumed: {'; '.join(fell_back)}."
                 f" {self._way_out()}"
             )
-        return False
+        if name is None:
+            return False
+        step = self._take(name).step
+        seconds = time.monotonic() - started
+        self.resumed = Resumed(
+            self.name, step, name.sequence, read_bytes, seconds, tuple(fell_back)
+        )
+        return True
 
     def restore_engine(self, engine: ZeroEngine) -> None:
         """Give the engine the state of the run, and hold SIGTERM back from now on."""
@@ -238,12 +245,7 @@ class DurableRun:
             state = unpack_state(self._chosen.header["state"], self._chosen.blob)
             require_same_model(engine, state)
             changes = restore(engine, state)
-            self.resumed = Resumed(
-                **{
-                    **{key: getattr(self.resumed, key) for key in Resumed.__slots__},
-                    "changes": tuple(changes),
-                }
-            )
+            self.resumed = replace(self.resumed, changes=tuple(changes))
             if self._communicator.rank == 0:
                 _log.warning("%s", self.resumed.describe())
         self._watch.install()
@@ -387,18 +389,19 @@ class DurableRun:
         except OSError as failure:
             return 0, str(failure)
 
-    def _take(self, name: CommitName) -> None:
+    def _take(self, name: CommitName) -> Commit:
         """Let a commit count, and no other, on all ranks before anything is written."""
-        self._chosen = self._manifests.find(name)
+        chosen = self._chosen = self._manifests.find(name)
         self._manifests.keep(name)
         error = ""
         try:
             self._manifests.discard_others()
-            self._places.remove_files_but(self._chosen.data_name)
+            self._places.remove_files_but(chosen.data_name)
         except OSError as failure:
             error = str(failure)
         _agree(self._communicator, f"the durable run {self.name!r} cannot be resumed", error)
         self._last = name
+        return chosen
 
     # Committing
 
