@@ -3,8 +3,8 @@
 A model of the disks, run by the code's own parts: the acts and their order, the choice of places
 (`Copies`), the manifests (`Manifests`, on a directory in memory) and the decisions at resume. A
 rank has one section that pages and one that rests in memory. Between acts any ranks may be anywhere
-that MEET allows; a crash keeps, loses or tears each write that was not synced. From every state that a
-resume can end in, all states that the next crash can leave are visited, until none is new.
+that MEET allows; a crash keeps, loses or tears each write that was not synced. From every state
+that a resume can end in, all states that the next crash can leave are visited, until none is new.
 """
 
 from __future__ import annotations
