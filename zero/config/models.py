@@ -86,7 +86,7 @@ class Tiers(Section):
     update_device: Annotated[str, Choice(words=("auto", "cpu"), later=("device",))] = key(
         "where the optimizer runs", default="auto", auto=Auto.MACHINE
     )
-    durable: Annotated[dict[str, Any] | None, DurableRun()] = key(
+    durable: Annotated[Any, DurableRun()] = key(
         "keep the run under a name in the directories of tiers.nvme, committed every so many"
         " steps: whatever kills it, zero.initialize resumes at the last commit (docs/durable.md)",
         default=False,

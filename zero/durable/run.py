@@ -12,7 +12,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +43,7 @@ from zero.durable.protocol import (
     perform,
     refusal_to_begin,
 )
+from zero.durable.reports import CommitReport, Resumed
 from zero.durable.signals import TerminationWatch
 from zero.errors import ConfigError
 from zero.planning import Plan, Recalled
@@ -56,41 +57,6 @@ _log = logging.getLogger(__name__)
 
 _FAILURES = (OSError, RuntimeError, ValueError, TypeError)
 """What a rank that fails tells the others of, before it raises."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """What `zero.initialize` found and took up."""
-
-    name: str
-    step: int
-    sequence: int
-    read_bytes: int
-    seconds: float
-    fell_back: tuple[str, ...] = ()
-    """Why newer commits were not taken, a line for each."""
-    changes: tuple[str, ...] = ()
-    """What differs from the run that committed, and what was done, a line for each."""
-
-    def describe(self) -> str:
-        """Return it in one line, and one more for everything that was not as before."""
-        line = (
-            f"durable run {self.name!r}: resumed at step {self.step} (commit {self.sequence};"
-            f" {self.read_bytes:,} bytes read and checked in {self.seconds:.2f} s)"
-        )
-        return "\n".join((line, *self.fell_back, *self.changes))
-
-
-@dataclass(frozen=True, slots=True)
-class CommitReport:
-    """What the last commit was, and what it cost beyond training."""
-
-    step: int
-    sequence: int
-    resident_bytes: int
-    """Written from memory; what rests on NVMe had been written by the steps."""
-    manifest_bytes: int
-    seconds: float
 
 
 class DurableRun:

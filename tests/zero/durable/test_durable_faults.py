@@ -435,7 +435,8 @@ def test_sigterm_commits_the_step_and_then_ends_as_it_would(
         process.terminate()
         process.stdin.write(b"go\n")
         process.stdin.close()
-        assert process.wait(60) == code
+        found = process.wait(60)
+        assert found == code
     if handler == "destroyed":
         assert not any((place / "run" / "rank-0").glob("commit-*"))
     else:
