@@ -4,6 +4,7 @@ Importing does nothing: the native module, the C library and the kernel are firs
 engine, an arena or a file is made.
 """
 
+from aio_ops.data_file import DataFile
 from aio_ops.device import DeviceMover
 from aio_ops.directories import Directory, SyncedDirectory, remove_file, replace_file
 from aio_ops.engine import Engine, open_engine
@@ -21,6 +22,7 @@ from aio_ops.threads_engine import native_available, native_unavailable_reason
 from aio_ops.transfer import Ticket, TransferError, TransferFile
 
 __all__ = [
+    "DataFile",
     "DeviceMover",
     "DeviceSpan",
     "Directory",

@@ -245,27 +245,12 @@ def _write_group(
     store: Store, group: SubGroup, field: Field, first: int, values: torch.Tensor
 ) -> None:
     """Set elements of one field of one sub-group, and what follows from them."""
-    spec = store.plan.request.segments[group.segment]
-    sections = _sections((field,))
-    kept: dict[StateField, Array] = {}
-    raw: Array | None = None
-    if field in (Field.PARAMETER, Field.MASTER):
-        masters = values.float().contiguous().numpy()
-        raw, kept = encode_masters(
-            store.kernels, spec.element, store.plan.request.state_format, masters
-        )
-        if group.tier(Section.STATE) is None:
-            kept = {}
-        sections = _sections((Field.MASTER if kept else Field.PARAMETER,))
+    if field is not Field.GRADIENT:
+        store.before_change(group)
+    sections = sections_set_by(store, group, field)
     slot = _lend(store, group, sections)
     try:
-        if raw is not None:
-            _put_parameter(store, group, slot, first, raw)
-        if field is Field.GRADIENT:
-            span = store.section_span(group, Section.GRADIENT, slot)
-            tensor_at(span, spec.gradient, group.numel)[first : first + values.numel()] = values
-        if kept or field in (Field.EXP_AVG, Field.EXP_AVG_SQ):
-            _put_state(store, group, slot, first, kept or {_MOMENTS[field]: values.numpy()})
+        put_field(store, group, slot, field, (first, values))
     except BaseException:
         if slot is not None and store.pager is not None:
             store.pager.release(slot)
@@ -275,6 +260,45 @@ def _write_group(
         store.pager.page_out(slot, written)
         if Section.STATE in written:
             store.written_states.add(group.index)
+
+
+def sections_set_by(store: Store, group: SubGroup, field: Field) -> frozenset[Section]:
+    """Return the sections that change when a field of a sub-group is set.
+
+    [Note: whoever writes a parameter writes its residual]
+    """
+    if field not in (Field.PARAMETER, Field.MASTER):
+        return _sections((field,))
+    spec = store.plan.request.segments[group.segment]
+    keeps_master = spec.element is not ElementType.FP32
+    if keeps_master and group.tier(Section.STATE) is not None:
+        return frozenset({Section.PARAMETER, Section.STATE})
+    return frozenset({Section.PARAMETER})
+
+
+def put_field(
+    store: Store,
+    group: SubGroup,
+    slot: Slot | None,
+    field: Field,
+    part: tuple[int, torch.Tensor],
+) -> None:
+    """Set elements of a lent sub-group, from an element on, and what follows from them."""
+    first, values = part
+    spec = store.plan.request.segments[group.segment]
+    if field is Field.GRADIENT:
+        span = store.section_span(group, Section.GRADIENT, slot)
+        tensor_at(span, spec.gradient, group.numel)[first : first + values.numel()] = values
+        return
+    if field in (Field.EXP_AVG, Field.EXP_AVG_SQ):
+        _put_state(store, group, slot, first, {_MOMENTS[field]: values.numpy()})
+        return
+    masters = values.float().contiguous().numpy()
+    state_format = store.plan.request.state_format
+    raw, kept = encode_masters(store.kernels, spec.element, state_format, masters)
+    _put_parameter(store, group, slot, first, raw)
+    if kept and group.tier(Section.STATE) is not None:
+        _put_state(store, group, slot, first, kept)
 
 
 _MOMENTS = {Field.EXP_AVG: StateField.EXP_AVG, Field.EXP_AVG_SQ: StateField.EXP_AVG_SQ}

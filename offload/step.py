@@ -51,6 +51,7 @@ def update(
         for position, group in enumerate(groups):
             while paged and paged[0][0] <= position:
                 paged.popleft()
+            store.before_change(group)
             slot = _lend(store, group, reads[position], ((each[1], each[2]) for each in paged))
             pieces = pieces_of(group.segment)
             if pieces is None:

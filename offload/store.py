@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,6 +105,10 @@ class Store:
         """Sub-groups whose state on NVMe was ever written; the others' is zero and is not read."""
         self._has_gradient = [False] * len(plan.request.segments)
         self._failure: str | None = None
+        self.before_change: Callable[[SubGroup], None] = _ignore
+        """Called before parameters or state of a sub-group change: whoever copies them waits."""
+        self.suspended: str | None = None
+        """Why all work is refused until this is None again: what is here is half replaced."""
         self.is_closed = False
         self.is_restored = False
         """Whether it holds what an earlier process committed: a model's own values do not count."""
@@ -116,6 +120,7 @@ class Store:
         self.slot_arena = _slot_arena(plan, parts)
         self.slots: Sequence[Slot] = ()
         self.transfers: SlotTransfers | None = None
+        self.copies = parts.kept.copies if parts.kept is not None else Copies()
         if self.swap_file is not None and plan.slots.count:
             self.slots = carve_slots(self.slot_arena, plan.slots)
             if parts.measures_schedule and (parts.kept is None or parts.kept.is_new):
@@ -201,6 +206,8 @@ class Store:
         Raises:
             PagerFailedError: saying what is torn.
         """
+        if self.suspended is not None:
+            raise PagerFailedError(f"the state cannot be used because {self.suspended}")
         if self._failure is not None:
             raise PagerFailedError(
                 f"the state cannot be used because {self._failure}; start again from the last"
@@ -290,6 +297,10 @@ class Store:
             return self._require_pager().blank(_extent(group))
         ahead = _sections_on_nvme(following, Section.GRADIENT)
         return self._require_pager().page_in(_extent(group), _GRADIENT, ahead)
+
+
+def _ignore(_group: SubGroup) -> None:
+    """Nobody copies anything."""
 
 
 def _measure_schedule(engine: Engine, file: TransferFile, arena: HostArena) -> None:

@@ -81,6 +81,7 @@ def _says_nothing(store: Store, group: SubGroup, kept: dict[StateField, Array]) 
 
 def _write_group(store: Store, group: SubGroup, raw: Array, kept: dict[StateField, Array]) -> None:
     """Write the parameters of one sub-group and the given fields of its state."""
+    store.before_change(group)
     written = frozenset(
         section
         for section, is_set in ((Section.PARAMETER, True), (Section.STATE, bool(kept)))

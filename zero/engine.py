@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from offload import Ledger, update
+from zero.checkpoint.background import BackgroundSave
+from zero.checkpoint.engine_calls import CheckpointCalls
 from zero.durable import DurableRun
 from zero.errors import ConfigError
 from zero.hooks import ModuleHook
@@ -33,7 +35,7 @@ from zero.surface import FieldSurface, no_attribute
 LossScaler = StaticLossScaler | DynamicLossScaler
 
 
-class ZeroEngine(FieldSurface, nn.Module):
+class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
     """Trains one sharded model.
 
     A micro-batch is one forward with gradients and the backwards that follow it; `step()` updates
@@ -58,9 +60,14 @@ class ZeroEngine(FieldSurface, nn.Module):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.loss_scaler = loss_scaler
-        self.training_dataloader: ResumableLoader | None = None
         self.durable: DurableRun | None = None
         """What `tiers.durable` asked for: what was resumed, and `commit()`."""
+        self.configuration: Any = None
+        """The configuration as plain data, for checkpoints to tell."""
+        self.pending_save: BackgroundSave | None = None
+        self.resume_report: tuple[str, ...] = ()
+        """What differed between the run that was loaded last and this one."""
+        self.training_dataloader: ResumableLoader | None = None
         self.configured_groups = describe_configured(optimizer)
         """Hyper-parameters of the parameter groups before anything was loaded or scheduled."""
         self.plan: Plan = blueprint.plan
@@ -258,6 +265,12 @@ class ZeroEngine(FieldSurface, nn.Module):
         if self._destroyed:
             return
         self._destroyed = True
+        try:
+            self.wait_for_checkpoint()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
         self._runtime.scheduler.remove()
         self._forward_hook.remove()
         self._retired = None
@@ -285,11 +298,6 @@ class ZeroEngine(FieldSurface, nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Look up what the engine lacks on the model."""
-        if name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
-            raise AttributeError(
-                f"{name}: this version has no checkpoints; keep the weights with"
-                " `torch.save(model.state_dict(), path)` and load them with zero.load_weights"
-            )
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -326,6 +334,13 @@ class ZeroEngine(FieldSurface, nn.Module):
         """Close the step in the ledger, and compare the plan with reality after the first one."""
         self._retired = None
         self._runtime.store.ledger.end_step()
+        if self.pending_save is not None and self.pending_save.error is not None:
+            warnings.warn(
+                f"saving {self.pending_save.tag} failed: {self.pending_save.error}; training goes"
+                " on, and engine.wait_for_checkpoint() raises this",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         if self.global_steps == 1:
             lines = memory_lines(self.plan.memory, self._runtime.store)
             self._first_step = [line.to_dict() for line in lines]
@@ -415,6 +430,7 @@ class ZeroEngine(FieldSurface, nn.Module):
                 "parameters can be resized, frozen and unfrozen between steps of an engine with an"
                 " optimizer, not while gradients are accumulated; call engine.step() before"
             )
+        self.wait_for_checkpoint()
         self._runtime.scheduler.recover()
         if any(unit.is_held for unit in self._runtime.units):
             raise RuntimeError(

@@ -15,4 +15,8 @@ class RunStateError(ConfigError):
     """A saved state that does not belong to this model or this version; nothing was changed."""
 
 
-__all__ = ["ConfigError", "PlanError", "RunStateError", "ShardedAccessError"]
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written, or cannot be read as a whole; says which and why."""
+
+
+__all__ = ["CheckpointError", "ConfigError", "PlanError", "RunStateError", "ShardedAccessError"]

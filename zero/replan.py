@@ -264,6 +264,16 @@ def _put_back(runtime: Runtime, history: History, moved: dict[int, Moments]) -> 
                 reference.source.store_full(second, Field.EXP_AVG_SQ)
 
 
+def keep_moments(
+    runtime: Runtime, settings: Settings, steps: int, moments: Sequence[torch.Tensor]
+) -> Moments:
+    """Return moments that wait, from whole flat tensors that all ranks have alike."""
+    spool = _make_spool(runtime, settings, None)
+    nursery = Nursery(runtime.communicator, spool, None, made_group=False)
+    first, second = moments
+    return Moments(SpooledShard(nursery, first), SpooledShard(nursery, second), steps)
+
+
 def has_changed(runtime: Runtime, optimizer: ZeroOptimizer) -> bool:
     """Tell whether parameters were frozen, unfrozen or grouped since the plan was made."""
     if optimizer.has_new_groups:

@@ -98,8 +98,10 @@ class RunState:
 class RestoreParts:
     """What of a run state is restored; buffers always are."""
 
+    run: bool = True
+    """Counters, generators and the position in the data."""
     optimizer: bool = True
-    """Hyper-parameters, loss scaler, counters, generators and the position in the data."""
+    """Hyper-parameters, loss scaler and the updates that the optimizer has made."""
     scheduler: bool = True
 
 
@@ -154,15 +156,24 @@ def restore(
     check_buffers(engine.module, buffers, strict=strict)
     notes: list[str] = []
     restore_buffers(engine.module, buffers)
-    if not parts.optimizer:
+    if not parts.run:
         return notes
     _note_world(engine, state, notes)
-    keeps_schedule = _restore_groups(engine, state, parts, notes)
-    if keeps_schedule:
+    schedule_goes_on = _note_schedule(engine, state, parts, notes)
+    if parts.optimizer:
+        _restore_groups(engine, state, schedule_goes_on=schedule_goes_on, notes=notes)
+        _restore_scaler(engine, state, notes)
+    else:
+        notes.append(
+            "optimizer: its state was not loaded, as asked: hyper-parameters, moments and loss"
+            " scale are those of now"
+        )
+    if schedule_goes_on:
         _restore_scheduler(engine, state, notes)
-    _restore_scaler(engine, state, notes)
-    keeps_window = _note_batch(engine, state, notes)
+    keeps_window = _note_batch(engine, state, notes) and parts.optimizer
     saved = {key: state.value(key) for key in progress(engine)}
+    if not parts.optimizer:
+        saved["counters"]["updates"] = engine._history.updates
     set_progress(engine, saved, keeps_window=keeps_window)
     _restore_loader(engine, state, notes)
     if state.data["rank"] == engine.global_rank:
@@ -329,19 +340,18 @@ def _note_batch(engine: ZeroEngine, state: RunState, notes: list[str]) -> bool:
 
 
 def _restore_groups(
-    engine: ZeroEngine, state: RunState, parts: RestoreParts, notes: list[str]
-) -> bool:
-    """Restore hyper-parameters; tell whether the schedule goes on where it was."""
+    engine: ZeroEngine, state: RunState, *, schedule_goes_on: bool, notes: list[str]
+) -> None:
+    """Restore hyper-parameters."""
     optimizer, saved = engine.optimizer, state.value("optimizer")
-    schedule_goes_on = _note_schedule(engine, state, parts, notes)
     if optimizer is None or saved is None:
-        return schedule_goes_on
+        return
     if saved["type"] != optimizer.type_name:
         notes.append(
             f"optimizer: saved {saved['type']}, now {optimizer.type_name}: states of the same name"
             " are taken over, others begin at zero; the hyper-parameters are those configured now"
         )
-        return schedule_goes_on
+        return
     names = dict(engine.module.named_parameters())
     now = [{id(each) for each in group["params"]} for group in optimizer.param_groups]
     then = [{id(names.get(name)) for name in group["names"]} for group in saved["groups"]]
@@ -350,12 +360,11 @@ def _restore_groups(
             f"parameter groups: saved {len(then)}, now {len(now)}, with other parameters: the"
             " hyper-parameters are those configured now"
         )
-        return schedule_goes_on
+        return
     kept = () if schedule_goes_on or engine.lr_scheduler is None else _SCHEDULED
     for index, (group, old) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
         _note_options(index, (engine.configured_groups, saved["configured"]), kept, notes)
         _set_options(group, {k: v for k, v in old["options"].items() if k not in kept})
-    return schedule_goes_on
 
 
 def _note_options(

@@ -78,3 +78,15 @@ def process_io_bytes() -> tuple[int, int]:
         line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     )
     return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def state_digest(engine: zero.ZeroEngine) -> str:
+    """Return a hash of the bits of all that is kept of every parameter; a collective."""
+    total = hashlib.sha256()
+    for state in sorted(zero.iterate_states(engine.module), key=lambda each: each.name):
+        for key in ("value", "fp32_param", "exp_avg", "exp_avg_sq", "grad"):
+            tensor = getattr(state, key)
+            if tensor is not None:
+                total.update(f"{state.name} {key} {tuple(tensor.shape)}".encode())
+                total.update(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()

@@ -30,6 +30,7 @@ from offload import (
     layout_digest,
 )
 from zero.comm import Communicator
+from zero.durable.births import adopt_births
 from zero.durable.header import RunFacts, pack_state, unpack_state
 from zero.durable.places import RankPlaces
 from zero.durable.protocol import (
@@ -211,6 +212,7 @@ class DurableRun:
             state = unpack_state(self._chosen.header["state"], self._chosen.blob)
             require_same_model(engine, state)
             changes = restore(engine, state)
+            adopt_births(engine, state, changes)
             self.resumed = replace(self.resumed, changes=tuple(changes))
             if self._communicator.rank == 0:
                 _log.warning("%s", self.resumed.describe())

@@ -399,6 +399,31 @@ def test_a_striped_run_is_kept_on_every_drive(place: Path, wanted: dict[str, lis
         begin(config)
 
 
+@pytest.mark.parametrize("how", ["blocking", "background"])
+def test_a_checkpoint_of_a_durable_run_has_the_bits_of_its_step(
+    place: Path, wanted: dict[str, list[str]], how: str
+) -> None:
+    engine = begin(durable_config(str(place), "run", "nvme"))
+    run_step(engine)
+    run_step(engine)
+    engine.save_checkpoint(place / "saved", blocking=how == "blocking")
+    run_step(engine)  # writes to the other copies, commits, and frees those that were saved
+    assert state_of(engine) == wanted["nvme"][3]
+    engine.wait_for_checkpoint()
+    engine.destroy()
+    plain = begin(durable_config(str(place), None, "nvme"), seed=6)
+    plain.load_checkpoint(place / "saved")
+    assert state_of(plain) == wanted["nvme"][2]
+    plain.destroy()
+    other = begin(durable_config(str(place), "other", "nvme"), seed=6)
+    other.load_checkpoint(place / "saved")
+    run_step(other)
+    other.destroy()
+    again = begin(durable_config(str(place), "other", "nvme"), seed=7)
+    assert state_of(again) == wanted["nvme"][3]
+    again.destroy()
+
+
 TERMINATED = """
 import signal, sys
 import zero
