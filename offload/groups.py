@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 import torch
 
-from aio_ops import Engine, HostArena, Ticket
+from aio_ops import Engine, HostArena
 from estimators import Section, SubGroup
 from offload.arrays import clear_bytes
 from offload.host_view import HostView
 from offload.ranges import Field, _copy_out, _lend, _sections, _stored, put_field, sections_set_by
 from offload.slots import Slot
 from offload.store import Store
+from offload.transfers import JointTicket
 
 
 class GroupReader:
@@ -135,7 +136,7 @@ class ExtentReader:
             )
             self._arena = HostArena(2 * largest)
             self._slots = [Slot(index, self._arena.carve(largest)) for index in range(2)]
-        self._ahead: tuple[Slot, Ticket] | None = None
+        self._ahead: tuple[Slot, JointTicket] | None = None
 
     def read(self) -> Iterator[tuple[SubGroup, Collection[Field], GroupReader]]:
         """Yield each sub-group with a reader that is valid until the next one.
@@ -175,15 +176,19 @@ class ExtentReader:
             self._ahead = self._start(following)
         return slot
 
-    def _start(self, position: int) -> tuple[Slot, Ticket]:
+    def _start(self, position: int) -> tuple[Slot, JointTicket]:
         group, fields = self._plan[position]
-        start, size = self._span_of(group, fields)
         slot, file = self._slots[position % 2], self._store.swap_file
         if group.extent is None or file is None:
             raise RuntimeError("nothing of this sub-group rests on NVMe")
         slot.extent = group.extent
-        offset = group.extent.offset + start
-        return slot, self._io.submit_read(file, offset, slot.span.sub(start, size))
+        sections = _reads(self._store, group, _sections(fields))
+        second = self._store.copies.second(group.extent, sections)  # as `before_change` guards it
+        tickets = [
+            self._io.submit_read(file, place, slot.span.sub(start, size))
+            for place, start, size in group.extent.pieces(sections, second)
+        ]
+        return slot, JointTicket(tickets)
 
     def _span_of(self, group: SubGroup, fields: Collection[Field]) -> tuple[int, int]:
         """Return where the stored sections lie in the extent: offset and bytes."""

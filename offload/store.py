@@ -147,6 +147,7 @@ class Store:
         self.slot_arena = _slot_arena(plan, parts)
         self.slots: Sequence[Slot] = ()
         self.transfers: SlotTransfers | None = None
+        self.copies = parts.kept.copies if parts.kept is not None else Copies()
         if self.swap_file is not None and plan.slots.count:
             self.slots = carve_slots(self.slot_arena, plan.slots)
             self.transfers = self._open_transfers(self.swap_file, parts)

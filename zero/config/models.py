@@ -116,7 +116,7 @@ class Tiers(Section):
         default="auto",
         auto=Auto.MACHINE,
     )
-    durable: Annotated[dict[str, Any] | None, DurableRun()] = key(
+    durable: Annotated[Any, DurableRun()] = key(
         "keep the run under a name in the directories of tiers.nvme, committed every so many"
         " steps: whatever kills it, zero.initialize resumes at the last commit (docs/durable.md)",
         default=False,
