@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from estimators.models.draft import Draft, Fields
 from estimators.models.shapes import Attention, HeadKind, Mlp, ModelShape, NormKind
 
@@ -24,8 +26,13 @@ def gpt2(fields: Fields, family: str) -> ModelShape:
         draft.norm(f"{name}.ln_2", hidden, bias=True)
         _conv1d(draft, f"{name}.mlp.c_fc", hidden, width)
         _conv1d(draft, f"{name}.mlp.c_proj", width, hidden)
-        attention = Attention(heads, heads, hidden // heads)
-        draft.stack(draft.numel_since(start), (attention,), Mlp(width), NormKind.LAYER)
+        draft.stack(
+            draft.numel_since(start),
+            (Attention(heads, heads, hidden // heads, upcasts=False),),
+            Mlp(width, activation=fields.activation("activation_function", "gelu_new")),
+            NormKind.LAYER,
+            dropouts=fields.dropouts("resid_pdrop", 2, 0.1),
+        )
     draft.end_block()
     draft.norm("transformer.ln_f", hidden, bias=True)
     if not fields.flag("tie_word_embeddings", default=True):
@@ -45,7 +52,8 @@ def gpt_neox(fields: Fields, family: str) -> ModelShape:
     hidden, count = fields.size("hidden_size"), fields.size("num_hidden_layers")
     vocabulary, width = fields.size("vocab_size"), fields.size("intermediate_size")
     bias = fields.flag("attention_bias", default=True)
-    attention = fields.attention()
+    attention = replace(fields.attention(), is_packed=True)
+    is_parallel = fields.flag("use_parallel_residual", default=True)
     draft.add("gpt_neox.embed_in.weight", vocabulary, hidden)
     for index in range(count):
         name = f"gpt_neox.layers.{index}"
@@ -57,7 +65,14 @@ def gpt_neox(fields: Fields, family: str) -> ModelShape:
         draft.linear(f"{name}.attention.dense", hidden, hidden, bias=bias)
         draft.linear(f"{name}.mlp.dense_h_to_4h", hidden, width, bias=True)
         draft.linear(f"{name}.mlp.dense_4h_to_h", width, hidden, bias=True)
-        draft.stack(draft.numel_since(start), (attention,), Mlp(width), NormKind.LAYER)
+        draft.stack(
+            draft.numel_since(start),
+            (attention,),
+            Mlp(width, activation=fields.activation("hidden_act", "gelu")),
+            NormKind.LAYER,
+            norms=(2, 1 if is_parallel else 2),
+            dropouts=fields.dropouts("hidden_dropout", 2),
+        )
     draft.end_block()
     draft.norm("gpt_neox.final_layer_norm", hidden, bias=True)
     if not fields.flag("tie_word_embeddings", default=False):
@@ -97,7 +112,13 @@ def opt(fields: Fields, family: str) -> ModelShape:
         draft.linear(f"{name}.fc2", width, hidden, bias=bias)
         if affine:
             draft.norm(f"{name}.final_layer_norm", hidden, bias=True)
-        draft.stack(draft.numel_since(start), (attention,), Mlp(width), NormKind.LAYER)
+        draft.stack(
+            draft.numel_since(start),
+            (attention,),
+            Mlp(width, activation=fields.activation("activation_function", "relu")),
+            NormKind.LAYER,
+            dropouts=fields.dropouts("dropout", 2, 0.1),
+        )
     draft.end_block()
     if not fields.flag("tie_word_embeddings", default=True):
         draft.linear("lm_head", inner, vocabulary)
@@ -123,13 +144,20 @@ def falcon(fields: Fields, family: str) -> ModelShape:
         norms = ["ln_attn", "ln_mlp"]
     elif not is_new and not is_parallel:
         norms = ["post_attention_layernorm", "input_layernorm"]
-    attention = Attention(heads, shared, hidden // heads, rotary=True)
+    made = hidden + 2 * shared * (hidden // heads)
+    attention = Attention(  # the new architecture repeats keys and values for every head
+        heads,
+        heads if is_new else shared,
+        hidden // heads,
+        rotary=True,
+        is_packed=not is_new,
+        upcasts=False,
+    )
     draft.add("transformer.word_embeddings.weight", vocabulary, hidden)
     for index in range(count):
         name = f"transformer.h.{index}"
         draft.begin_block(name, count)
         start = draft.position
-        made = attention.query_width + 2 * attention.key_value_width
         draft.linear(f"{name}.self_attention.query_key_value", hidden, made, bias=bias)
         draft.linear(f"{name}.self_attention.dense", hidden, hidden, bias=bias)
         draft.linear(f"{name}.mlp.dense_h_to_4h", hidden, width, bias=bias)
@@ -139,9 +167,10 @@ def falcon(fields: Fields, family: str) -> ModelShape:
         draft.stack(
             draft.numel_since(start),
             (attention,),
-            Mlp(width),
+            Mlp(width, activation=fields.activation("activation", "gelu")),
             NormKind.LAYER,
-            norm_count=len(norms),
+            norms=(len(norms), 1 if is_new or is_parallel else 2),
+            dropouts=fields.dropouts("hidden_dropout", 2),
         )
     draft.end_block()
     draft.norm("transformer.ln_f", hidden, bias=True)
@@ -174,7 +203,12 @@ def phi(fields: Fields, family: str) -> ModelShape:
         draft.linear(f"{name}.mlp.fc2", width, hidden, bias=True)
         draft.norm(f"{name}.input_layernorm", hidden, bias=True)
         draft.stack(
-            draft.numel_since(start), (attention,), Mlp(width), NormKind.LAYER, norm_count=1
+            draft.numel_since(start),
+            (attention,),
+            Mlp(width, activation=fields.activation("hidden_act", "gelu_new")),
+            NormKind.LAYER,
+            norms=(1, 1),
+            dropouts=fields.dropouts("resid_pdrop", 2),
         )
     draft.end_block()
     draft.norm("model.final_layernorm", hidden, bias=True)
