@@ -9,9 +9,8 @@ from typing import Any
 from estimators.activations import Activations, activations
 from estimators.inputs import DeviceKind, PlanInputs, placement_request, rank_budget
 from estimators.placement import in_play_bytes, minimum_host_bytes, plan_placement
-from estimators.records import Section
 from estimators.segments import Tier
-from estimators.step_time import StepTime, Wear, operations, step_time, wear
+from estimators.step_time import Moved, StepTime, Wear, moved, operations, step_time, wear
 from estimators.summary import (
     COLLECTIVE_SCRATCH,
     GRADIENT_SCRATCH,
@@ -19,7 +18,6 @@ from estimators.summary import (
     START_EXCESS,
     MemoryPlan,
     StepTraffic,
-    step_traffic,
 )
 
 CUDA_CONTEXT_BYTES = 600 << 20
@@ -52,7 +50,12 @@ class Estimate:
     activations: Activations | None
     time: StepTime
     wear: Wear
-    traffic: StepTraffic
+    moved: Moved
+
+    @property
+    def traffic(self) -> StepTraffic:
+        """What one rank reads from NVMe and writes there in a step."""
+        return self.moved.traffic
 
     @cached_property
     def moments(self) -> dict[str, int]:
@@ -78,9 +81,7 @@ class Estimate:
     @property
     def tensor_bytes(self) -> int:
         """Most bytes of tensors on the device: what torch calls allocated."""
-        resident = sum(
-            self.memory.resident_section_bytes(Tier.DEVICE, section) for section in Section
-        )
+        resident = self.moved.device_resident_bytes
         workspace = CUDA_WORKSPACE_BYTES if self._is_cuda else 0
         return resident + workspace + max(self.moments.values())
 
@@ -266,15 +267,21 @@ def place(inputs: PlanInputs) -> MemoryPlan:
     return plan_placement(request, rank_budget(inputs, everything))
 
 
-def estimate_placed(inputs: PlanInputs, memory: MemoryPlan) -> Estimate:
-    """Return the estimate of inputs that are placed already."""
-    traffic = step_traffic(memory, inputs.accumulation_steps)
-    time = step_time(inputs, memory, traffic)
+def estimate_placed(inputs: PlanInputs, memory: MemoryPlan, known: Moved | None = None) -> Estimate:
+    """Return the estimate of inputs that are placed already.
+
+    Args:
+        inputs: what is planned.
+        memory: where it rests.
+        known: what a step moves, if that was found out before.
+    """
+    known = known or moved(memory, inputs.accumulation_steps)
+    time = step_time(inputs, memory, known)
     return Estimate(
         inputs=inputs,
         memory=memory,
         activations=activations(inputs.model, inputs.batch, inputs.element),
         time=time,
-        wear=wear(inputs, traffic, time),
-        traffic=traffic,
+        wear=wear(inputs, known.traffic, time),
+        moved=known,
     )

@@ -12,6 +12,7 @@ from estimators.inputs import DeviceKind, Node, PlanInputs
 from estimators.models import PRESETS, ModelShape, preset
 from estimators.placement import PlanError
 from estimators.segments import Tier
+from estimators.step_time import moved
 from estimators.summary import MemoryPlan
 
 EXACT_FORMATS = (StateFormat.EXACT, StateFormat.FP32)
@@ -72,24 +73,22 @@ def choices(model: ModelShape, node: Node, wanted: Wanted) -> list[Choice]:
 
     Of one placement and format the fastest micro-batch is taken, with and without checkpointing.
     """
+    if _least_bytes(model, wanted) > _room_bytes(node):
+        return []
     found = [choice for each in _placed(model, node, wanted) for choice in _batches(*each, wanted)]
     return sorted(found, key=lambda choice: (-choice.tokens_per_second, _rank(choice)))
 
 
 def nearest_problem(model: ModelShape, node: Node, wanted: Wanted) -> str:
-    """Say why nothing fits: what the way that needs least lacks."""
+    """Say why nothing fits: what the way that needs least, with all of it on NVMe, lacks."""
     smallest = replace(wanted, samples=wanted.samples or 1)
-    reason = "no placement is possible"
-    for parameters, optimizer in reversed(_TIERS):
-        inputs = _inputs(model, node, smallest, (parameters, optimizer), wanted.formats[0])
-        batch = replace(inputs.batch, checkpointing=True)
-        try:
-            found = estimate_placed(replace(inputs, batch=batch), place(inputs)).problems()
-        except PlanError as error:
-            reason = str(error)
-            continue
-        return found[0] if found else "it fits"
-    return reason
+    inputs = _inputs(model, node, smallest, _TIERS[-1], wanted.formats[0])
+    inputs = replace(inputs, batch=replace(inputs.batch, checkpointing=True))
+    try:
+        found = estimate_placed(inputs, place(inputs)).problems()
+    except PlanError as error:
+        return str(error)
+    return found[0] if found else "the samples of a step do not divide into micro-batches"
 
 
 def _rank(choice: Choice) -> tuple[int, int]:
@@ -148,6 +147,7 @@ def _placed(
 
 
 def _batches(inputs: PlanInputs, memory: MemoryPlan, wanted: Wanted) -> Iterator[Choice]:
+    usual = moved(memory, inputs.accumulation_steps)
     for checkpointing in (False, True):
         fitting = []
         for samples in _samples(wanted):
@@ -159,8 +159,8 @@ def _batches(inputs: PlanInputs, memory: MemoryPlan, wanted: Wanted) -> Iterator
                 batch=replace(inputs.batch, samples=samples, checkpointing=checkpointing),
                 accumulation_steps=steps,
             )
-            placed = memory if steps == inputs.accumulation_steps else place(changed)
-            made = estimate_placed(changed, placed)
+            known = usual if steps == inputs.accumulation_steps else moved(memory, steps)
+            made = estimate_placed(changed, memory, known)
             if made.problems():
                 break
             fitting.append(Choice(made))

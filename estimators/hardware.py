@@ -101,8 +101,8 @@ class Bandwidths:
 
 
 ASSUMED_DRIVE = DriveRates(3.0e9, 2.0e9, "assumed")
-ASSUMED_HOST_BYTES_PER_S = 40e9
-ASSUMED_NETWORK_BYTES_PER_S = 25e9
+ASSUMED_HOST_BYTES_PER_S = 100e9
+ASSUMED_NETWORK_BYTES_PER_S = 100e9
 
 
 def bandwidths_of(gpu: Gpu | None, drive: DriveRates = ASSUMED_DRIVE) -> Bandwidths:

@@ -14,12 +14,36 @@ from estimators.inputs import DeviceKind, PlanInputs
 from estimators.models import ModelShape
 from estimators.records import Section, section_bytes
 from estimators.segments import Tier
-from estimators.summary import MemoryPlan, StepTraffic
+from estimators.summary import MemoryPlan, StepTraffic, step_traffic
 
 _EXPECTED_SHARE = 0.5
 """Share of a device's data-sheet rate that training usually reaches."""
 
 _SECONDS_OF_A_DAY = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes of one rank in a step that follow from its plan alone, whatever the batch."""
+
+    traffic: StepTraffic
+    link_bytes: int
+    host_update_bytes: int
+    device_update_bytes: int
+    device_resident_bytes: int
+
+
+def moved(plan: MemoryPlan, micro_batches: int) -> Moved:
+    """Return what a step of `micro_batches` moves."""
+    return Moved(
+        traffic=step_traffic(plan, micro_batches),
+        link_bytes=_link_bytes(plan, micro_batches),
+        host_update_bytes=_updated_bytes(plan, (Tier.HOST, Tier.NVME)),
+        device_update_bytes=_updated_bytes(plan, (Tier.DEVICE,)),
+        device_resident_bytes=sum(
+            plan.resident_section_bytes(Tier.DEVICE, section) for section in Section
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +141,19 @@ def _head_numel(model: ModelShape) -> int:
     return model.vocabulary * model.hidden if model.vocabulary else 0
 
 
-def step_time(inputs: PlanInputs, plan: MemoryPlan, traffic: StepTraffic) -> StepTime:
+def step_time(inputs: PlanInputs, plan: MemoryPlan, bytes_moved: Moved) -> StepTime:
     """Return the least time of one step of `inputs`, placed as `plan` says."""
     node, rates = inputs.node, inputs.node.bandwidths
     micro = inputs.accumulation_steps
     done = operations(inputs)
     compute = micro * done.total / rates.flops if done is not None else 0.0
+    traffic = bytes_moved.traffic
     drive = _drive_seconds(inputs, traffic)
-    link = _link_bytes(plan, micro) / rates.link_bytes_per_s
+    link = bytes_moved.link_bytes / rates.link_bytes_per_s
     if node.device is DeviceKind.CPU:
         link = 0.0
-    host = _updated_bytes(plan, (Tier.HOST, Tier.NVME)) * node.gpus / rates.host_bytes_per_s
-    device = _updated_bytes(plan, (Tier.DEVICE,)) / rates.device_bytes_per_s
+    host = bytes_moved.host_update_bytes * node.gpus / rates.host_bytes_per_s
+    device = bytes_moved.device_update_bytes / rates.device_bytes_per_s
     network = _network_bytes(inputs, plan) / rates.network_bytes_per_s
     update_share = _update_share(traffic)
     passes = max(compute / _EXPECTED_SHARE, link, network, drive * (1 - update_share))

@@ -75,7 +75,7 @@ def ask(options: argparse.Namespace) -> Asked:
 
 def _gpu(options: argparse.Namespace) -> Gpu | None:
     if options.gpu is None:
-        return parse_gpu("0")
+        return replace(parse_gpu("0"), name="unnamed GPU")
     return None if options.gpu.lower() == "cpu" else parse_gpu(options.gpu)
 
 

@@ -1,8 +1,7 @@
-"""What a forward keeps for its backward, counted on `meta`: nothing is computed or allocated."""
+"""What a forward keeps for its backward, as autograd counts it; on `meta` nothing is computed."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +48,7 @@ def kept_bytes(model: nn.Module, forward: Callable[[], Any], *, fused: bool = Tr
     """Return the bytes that a forward keeps for its backward, parameters and buffers aside.
 
     Args:
-        model: the model, on `meta`.
+        model: the model, on `meta` or anywhere.
         forward: runs it and returns its loss.
         fused: whether attention runs in a fused kernel.
     """
@@ -74,10 +73,3 @@ def kept_bytes(model: nn.Module, forward: Callable[[], Any], *, fused: bool = Tr
         else:
             forward()
     return total
-
-
-def meta_tokens(batch: int, sequence: int) -> Tensor:
-    """Return tokens on `meta`."""
-    if math.prod((batch, sequence)) == 0:
-        raise ValueError(f"a forward needs at least one token, got {batch} x {sequence}")
-    return torch.zeros(batch, sequence, dtype=torch.long, device="meta")
