@@ -79,10 +79,10 @@ def test_nothing_is_said_of_a_model_of_which_only_sizes_are_known() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.sampled_from(sorted(VARIATIONS)),
-    st.integers(1, 64),
-    st.integers(1, 4096),
-    st.sampled_from(AttentionKind),
+    name=st.sampled_from(sorted(VARIATIONS)),
+    samples=st.integers(1, 64),
+    sequence=st.integers(1, 4096),
+    kind=st.sampled_from(AttentionKind),
     checkpointing=st.booleans(),
 )
 def test_more_tokens_keep_more(

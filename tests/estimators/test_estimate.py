@@ -87,11 +87,11 @@ def test_shards_tile_and_every_byte_rests_somewhere(
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from(MODELS),
-    st.sampled_from(TIERS),
-    st.integers(1, 4),
-    st.integers(1, 4),
-    st.integers(1, 300),
+    name=st.sampled_from(MODELS),
+    tiers=st.sampled_from(TIERS),
+    gpus=st.integers(1, 4),
+    samples=st.integers(1, 4),
+    sequence=st.integers(1, 300),
     checkpointing=st.booleans(),
 )
 def test_a_longer_batch_and_a_deeper_model_take_no_less(
