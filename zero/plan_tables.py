@@ -149,7 +149,11 @@ def fit_view(
     model: ModelShape, found: Sequence[Choice], bought: Sequence[Purchase], more: Sequence[str]
 ) -> RenderableType:
     """Return what fits, the fastest in detail, and what more would buy."""
-    parts: list[RenderableType] = [escape(describe_model(model)), _choice_table(found)]
+    parts: list[RenderableType] = [
+        escape(describe_model(model)),
+        escape(_answer(found)),
+        _choice_table(found),
+    ]
     if found:
         best = found[0].estimate
         parts.append(escape(f"The fastest: {describe_job(best.inputs)}."))
@@ -158,6 +162,16 @@ def fit_view(
         parts.append(_purchase_table(found[0] if found else None, bought))
     parts += [escape(line) for line in more]
     return Group(*parts)
+
+
+def _answer(found: Sequence[Choice]) -> str:
+    if not found:
+        return "No: nothing of what could be tried fits."
+    best = found[0].estimate
+    return (
+        f"Yes, it can be trained here: a step of {best.tokens_per_step:,} tokens takes about"
+        f" {seconds_text(best.time.expected)} (at least {seconds_text(best.time.lower_bound)})."
+    )
 
 
 def _choice_table(found: Sequence[Choice]) -> Table:
