@@ -14,8 +14,8 @@ def gpt2(fields: Fields, family: str) -> ModelShape:
     hidden, count = fields.size("n_embd"), fields.size("n_layer")
     vocabulary, heads = fields.size("vocab_size"), fields.size("n_head")
     width = fields.size("n_inner", 4 * hidden)
-    draft.add("transformer.wte.weight", vocabulary, hidden)
-    draft.add("transformer.wpe.weight", fields.size("n_positions", 1024), hidden)
+    draft.embedding("transformer.wte", vocabulary, hidden)
+    draft.embedding("transformer.wpe", fields.size("n_positions", 1024), hidden)
     for index in range(count):
         name = f"transformer.h.{index}"
         draft.begin_block(name, count)
@@ -54,7 +54,7 @@ def gpt_neox(fields: Fields, family: str) -> ModelShape:
     bias = fields.flag("attention_bias", default=True)
     attention = replace(fields.attention(), is_packed=True)
     is_parallel = fields.flag("use_parallel_residual", default=True)
-    draft.add("gpt_neox.embed_in.weight", vocabulary, hidden)
+    draft.embedding("gpt_neox.embed_in", vocabulary, hidden)
     for index in range(count):
         name = f"gpt_neox.layers.{index}"
         draft.begin_block(name, count)
@@ -90,10 +90,8 @@ def opt(fields: Fields, family: str) -> ModelShape:
     bias = fields.flag("enable_bias", default=True)
     attention = fields.attention(rotary=False)
     prefix = "model.decoder"
-    draft.add(f"{prefix}.embed_tokens.weight", vocabulary, inner)
-    draft.add(
-        f"{prefix}.embed_positions.weight", fields.size("max_position_embeddings") + 2, hidden
-    )
+    draft.embedding(f"{prefix}.embed_tokens", vocabulary, inner)
+    draft.embedding(f"{prefix}.embed_positions", fields.size("max_position_embeddings") + 2, hidden)
     if inner != hidden:
         draft.linear(f"{prefix}.project_out", hidden, inner)
         draft.linear(f"{prefix}.project_in", inner, hidden)
@@ -153,7 +151,7 @@ def falcon(fields: Fields, family: str) -> ModelShape:
         is_packed=not is_new,
         upcasts=False,
     )
-    draft.add("transformer.word_embeddings.weight", vocabulary, hidden)
+    draft.embedding("transformer.word_embeddings", vocabulary, hidden)
     for index in range(count):
         name = f"transformer.h.{index}"
         draft.begin_block(name, count)
@@ -186,7 +184,7 @@ def phi(fields: Fields, family: str) -> ModelShape:
     vocabulary, width = fields.size("vocab_size"), fields.size("intermediate_size")
     normed = fields.flag("qk_layernorm", default=False)
     attention = fields.attention(normed_heads=normed)
-    draft.add("model.embed_tokens.weight", vocabulary, hidden)
+    draft.embedding("model.embed_tokens", vocabulary, hidden)
     for index in range(count):
         name = f"model.layers.{index}"
         draft.begin_block(name, count)

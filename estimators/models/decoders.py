@@ -68,7 +68,7 @@ def rotary_decoder(fields: Fields, family: str) -> ModelShape:
     hidden, vocabulary = fields.size("hidden_size"), fields.size("vocab_size")
     count = fields.size("num_hidden_layers")
     attention = _attention(fields, family, variant)
-    draft.add("model.embed_tokens.weight", vocabulary, hidden)
+    draft.embedding("model.embed_tokens", vocabulary, hidden)
     for index in range(count):
         name = f"model.layers.{index}"
         draft.begin_block(name, count)

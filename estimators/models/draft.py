@@ -120,6 +120,11 @@ class Draft:
         """Add one parameter."""
         self._parameters.append(ParameterShape(name, shape, self._block))
 
+    def embedding(self, name: str, count: int, width: int) -> None:
+        """Add the table of an embedding."""
+        made = ParameterShape(f"{name}.weight", (count, width), self._block, is_embedding=True)
+        self._parameters.append(made)
+
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool = False) -> None:
         """Add the weight of a linear layer and its bias."""
         self.add(f"{name}.weight", outputs, inputs)

@@ -22,12 +22,12 @@ def bert(fields: Fields, family: str) -> ModelShape:
     inside = f"{prefix}embeddings"
     positions = ("position_embeddings", fields.size("max_position_embeddings"))
     kinds = ("token_type_embeddings", fields.size("type_vocab_size", 2))
-    draft.add(f"{inside}.word_embeddings.weight", vocabulary, hidden)
+    draft.embedding(f"{inside}.word_embeddings", vocabulary, hidden)
     for name, count in (positions, kinds) if family == "bert" else (kinds,):
-        draft.add(f"{inside}.{name}.weight", count, hidden)
+        draft.embedding(f"{inside}.{name}", count, hidden)
     draft.norm(f"{inside}.LayerNorm", hidden, bias=True)
     if family != "bert":
-        draft.add(f"{inside}.{positions[0]}.weight", positions[1], hidden)
+        draft.embedding(f"{inside}.{positions[0]}", positions[1], hidden)
     _add_encoder(draft, f"{prefix}encoder.layer")
     if is_bare:
         draft.linear("pooler.dense", hidden, hidden, bias=True)
@@ -123,7 +123,7 @@ def t5(fields: Fields, family: str) -> ModelShape:
     """
     draft = Draft(fields, family)
     hidden, vocabulary = fields.size("d_model"), fields.size("vocab_size")
-    draft.add("shared.weight", vocabulary, hidden)
+    draft.embedding("shared", vocabulary, hidden)
     count = fields.size("num_layers")
     _add_t5_blocks(draft, "encoder", count, decodes=False)
     _add_t5_blocks(draft, "decoder", fields.size("num_decoder_layers", count), decodes=True)
@@ -154,7 +154,7 @@ def _add_t5_blocks(draft: Draft, side: str, count: int, *, decodes: bool) -> Non
             draft.linear(f"{layer}.{kind}.o", own.query_width, hidden)
             if index == 0 and not each.is_cross:
                 buckets = fields.size("relative_attention_num_buckets", 32)
-                draft.add(f"{layer}.{kind}.relative_attention_bias.weight", buckets, heads)
+                draft.embedding(f"{layer}.{kind}.relative_attention_bias", buckets, heads)
             draft.norm(f"{layer}.layer_norm", hidden)
         layer = f"{name}.layer.{len(attention)}"
         for part in ("wi_0", "wi_1") if is_gated else ("wi",):

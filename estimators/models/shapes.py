@@ -21,6 +21,8 @@ class ParameterShape:
     shape: tuple[int, ...]
     block: str = ""
     """The repeated block that it belongs to; empty for the root unit."""
+    is_embedding: bool = False
+    """Whether rows of it are looked up."""
 
     @property
     def numel(self) -> int:

@@ -170,25 +170,36 @@ def kept_cases(config: dict[str, Any]) -> dict[str, int]:
 
 def facts_of_module(model: nn.Module) -> dict[str, Any]:
     """Return what is compared of a built model."""
+    found = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = {id(module.weight) for module in found}
     return _facts(
         [(name, tuple(each.shape)) for name, each in model.named_parameters()],
         [name for name, _ in find_blocks(model)],
+        [name for name, each in model.named_parameters() if id(each) in tables],
     )
 
 
 def facts_of_shape(shape: ModelShape) -> dict[str, Any]:
     """Return the same of a shape that was told from a configuration."""
-    return _facts([(each.name, each.shape) for each in shape.parameters], list(shape.blocks))
+    return _facts(
+        [(each.name, each.shape) for each in shape.parameters],
+        list(shape.blocks),
+        [each.name for each in shape.parameters if each.is_embedding],
+    )
 
 
-def _facts(parameters: list[tuple[str, tuple[int, ...]]], blocks: list[str]) -> dict[str, Any]:
+def _facts(
+    parameters: list[tuple[str, tuple[int, ...]]], blocks: list[str], embeddings: list[str]
+) -> dict[str, Any]:
     numels = [torch.Size(shape).numel() for _, shape in parameters]
-    text = json.dumps([parameters, blocks])
+    text = json.dumps([parameters, blocks, embeddings])
     return {
         "numel": sum(numels),
         "parameters": len(parameters),
         "blocks": len(blocks),
-        "sha256": hashlib.sha256(text.encode()).hexdigest(),  # of all names, shapes and blocks
+        "sha256": hashlib.sha256(
+            text.encode()
+        ).hexdigest(),  # of all names, shapes, blocks and embeddings
     }
 
 
