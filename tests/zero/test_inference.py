@@ -124,6 +124,7 @@ def test_destroy_gives_memory_back(scratch: Path) -> None:
     assert found["least_read"] > 0
     assert after["descriptors"] == before["descriptors"]
     assert after["threads"] == before["threads"]
-    # Slots and residents of a cycle are 300 KB: kept, they would be thirty times as much as this.
-    assert after["bytes"] - before["bytes"] < 1 << 20
+    # The heap of the process has a plateau of some megabytes. Slots and residents of a cycle are
+    # 300 KB: kept, they would be four times as much as this.
+    assert after["bytes"] - before["bytes"] < 8 << 20
     assert list(scratch.iterdir()) == []
