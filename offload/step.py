@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from estimators import Extent, Section, SubGroup
 from offload.arrays import array_at, clear_bytes
+from offload.generic import GenericStep
 from offload.host_view import HostView
 from offload.ledger import Activity
 from offload.operands import Values
@@ -23,7 +24,7 @@ GradientPieces = Sequence[tuple[int, Values]]
 
 def update(
     store: Store,
-    scalars: Sequence[UpdateScalars],
+    scalars: Sequence[UpdateScalars | GenericStep],
     on_segment: Callable[[int], None],
     pieces_of: Callable[[int], GradientPieces | None] = lambda _: None,
     rounding: Rounding | None = None,

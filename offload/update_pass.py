@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from estimators import SubGroup
 from offload.codes import RoundingKey
+from offload.generic import GenericStep
 from offload.rules import UpdateScalars
 from offload.store import Store
 
@@ -50,7 +51,7 @@ class UpdatePass:
     """One pass of the update over all sub-groups."""
 
     store: Store
-    scalars: Sequence[UpdateScalars]
+    scalars: Sequence[UpdateScalars | GenericStep]
     rounding: Rounding | None
 
     def __post_init__(self) -> None:
