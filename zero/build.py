@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from aio_ops import Engine
-from estimators import SegmentSpec
+from estimators import MemoryPlan, SegmentSpec
 from offload import Ledger, Store, StoreParts, load_kernels
 from zero import machine
 from zero.comm import Communicator
@@ -47,7 +47,7 @@ def build_runtime(
         measures_schedule=tiers.measures_schedule,
         pins_slots=settings.parameter_offload.pin_memory or settings.optimizer_offload.pin_memory,
     )
-    store = Store(plan.memory, parts)
+    store = _make_store(plan.memory, parts, communicator)
     try:
         units = []
         segments: list[Segment] = []
@@ -77,6 +77,25 @@ def build_runtime(
         raise
     runtime.scheduler.install()
     return runtime
+
+
+def _make_store(plan: MemoryPlan, parts: StoreParts, communicator: Communicator) -> Store:
+    """Make the tiers, on all ranks or on none."""
+    store: Store | None = None
+    failure: Exception | None = None
+    try:
+        store = Store(plan, parts)
+    except Exception as error:  # noqa: BLE001  raised below, by all ranks at once
+        failure = error
+    try:
+        communicator.raise_together(failure, "making the tiers of the plan")
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+    if store is None:
+        raise RuntimeError("no tiers were made, and nothing says why")
+    return store
 
 
 def describe_model(segments: Sequence[SegmentSpec]) -> int:

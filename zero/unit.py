@@ -22,7 +22,6 @@ import enum
 from collections.abc import Collection, Sequence
 
 import torch
-import xxhash
 from torch import nn
 
 from estimators import ElementType, FlatLayout, Piece, SegmentSpec, shard_pieces
@@ -38,7 +37,7 @@ from offload import (
 )
 from offload.arrays import torch_dtype
 from offload.ledger import Activity
-from zero.aliases import LateAliases
+from zero.aliases import LateAliases, checksums
 from zero.comm import Communicator
 from zero.seal import seal_all, sealed_like
 from zero.units import ManagedParameter
@@ -90,7 +89,7 @@ class Segment:
         """Whether the checksums are those of what rests in the shards now."""
         self._is_exposed = False
         self._use_count = 0
-        self._aliases = LateAliases()
+        self.aliases = LateAliases(spec, self.layout)
 
     @property
     def versions(self) -> list[int]:
@@ -155,7 +154,7 @@ class Segment:
         storage = self.flat.untyped_storage()
         aliased = _use_count(self.flat) > self._use_count
         if aliased and self._is_exposed:
-            self._aliases.add(storage, self.flat.dtype, self.checksums())
+            self.aliases.add(self.flat)
         self._is_exposed = False
         if aliased or not storage.resizable() or any(map(self._has_strayed, self.members)):
             self._renew()
@@ -183,19 +182,7 @@ class Segment:
 
     def checksums(self, positions: Sequence[int] | None = None) -> list[int]:
         """Return a checksum of the values of each parameter, or of those at some positions."""
-        return self._sums_of(self.flat, positions)
-
-    def _sums_of(self, flat: torch.Tensor, positions: Sequence[int] | None = None) -> list[int]:
-        memory = tensor_span(flat).view() if flat.numel() else memoryview(b"")
-        size = self.flat.element_size()
-        layout = self.layout
-        return [
-            xxhash.xxh3_64_intdigest(memory[offset * size : (offset + numel) * size])
-            for offset, numel in (
-                (layout.offsets[each], layout.numels[each])
-                for each in (range(len(self.members)) if positions is None else positions)
-            )
-        ]
+        return checksums(self.flat, self.layout, positions)
 
     def differing(self, checksums: Sequence[int]) -> list[ManagedParameter]:
         """Return the parameters whose values have another checksum now."""
@@ -265,7 +252,7 @@ class Segment:
             position: the only parameter to look at; all of them by default.
         """
         if not self.is_in_place:
-            self.require_no_late_writes()
+            self.aliases.require_unwritten()
             return
         if any(map(self._has_strayed, self.members)):
             position = None
@@ -275,21 +262,6 @@ class Segment:
             if self._has_masters:
                 write_members(self, store, changed)
             self.accept_changes(position)
-
-    def require_no_late_writes(self) -> None:
-        """Refuse to go on if memory that a user kept from an earlier window was written.
-
-        Raises:
-            RuntimeError: naming the parameters, because the change is lost.
-        """
-        written = self._aliases.written(self._sums_of)
-        if written:
-            names = ", ".join(self.members[position].name for position in written)
-            raise RuntimeError(
-                f"memory of parameters {names} was kept from a window of unit {self.spec.unit} that"
-                " has ended (by `.data`, detach() or a view) and written since, and the change is"
-                " lost; write to the parameters themselves, or take the alias anew"
-            )
 
     def forget_value(self, position: int) -> None:
         """Tell autograd that one parameter changed, and take the change as known."""
@@ -400,7 +372,7 @@ class Unit:
         self.move_to(UnitState.UNSHARDING)
         try:
             for segment in self.segments:
-                segment.require_no_late_writes()
+                segment.aliases.require_unwritten()
                 segment.fill(store, store.ledger)
         except BaseException:
             store.reclaim()
