@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offload import Ledger, update
+from zero.audit import begin_audit
 from zero.errors import ConfigError
 from zero.hooks import ModuleHook
 from zero.integrity import adopt_replaced, check_model, find_slots, managed_parameters
@@ -170,7 +171,9 @@ class ZeroEngine(FieldSurface, nn.Module):
         reducer = self._runtime.reducer
         if reducer is None:
             raise RuntimeError("an engine with an optimizer has no gradient reducer")
+        finish_audit = begin_audit(self._runtime.segments)
         norm = reducer.global_norm() / self.loss_scaler.cur_scale
+        finish_audit()
         self._grad_norm = norm
         if math.isfinite(norm):
             self._run_update(self.optimizer, norm)
@@ -413,6 +416,7 @@ class ZeroEngine(FieldSurface, nn.Module):
             self._runtime.reducer.kept.drop()
         for segment in self._runtime.segments:
             segment.dropped_gradients.clear()
+            segment.audited = None
         self._micro_batches = 0
         self._forward_pending = self._window_saw_forward = False
 

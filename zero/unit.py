@@ -93,6 +93,8 @@ class Segment:
         self._views: list[torch.Tensor] = []
         self.graves: list[Grave] = []
         self._checksums: Checksums = []
+        self.audited: list[int] | None = None
+        """Positions whose checksum was found to be another one, by `audit`."""
         self._device_checksums: DeviceChecksums | None = None
         self.coming = ComingParameters(self)
         self._has_masters = False
@@ -175,7 +177,9 @@ class Segment:
         """
         versions = self._versions if since is None else since
         chosen = range(len(self.members)) if position is None else range(position, position + 1)
-        differs = _differing(self, self._checksums if since is None else [], chosen)
+        differs = self.audited
+        if differs is None or since is not None:
+            differs = _differing(self, self._checksums if since is None else [], chosen)
         return [
             self.members[each]
             for each in chosen
@@ -246,6 +250,7 @@ class Segment:
 
     def accept_changes(self, position: int | None = None) -> None:
         """Take the current values as unchanged, or those of one parameter."""
+        self.audited = None
         if position is None:
             self._versions = self.versions
             self._checksums = self.checksums() if self._has_masters else []
@@ -324,6 +329,15 @@ def _differing(segment: Segment, old: Checksums, positions: Sequence[int]) -> li
     else:
         found = [old[each] != value for each, value in zip(positions, new, strict=True)]
     return [each for each, is_new in zip(positions, found, strict=True) if is_new]
+
+
+def differences(segment: Segment) -> torch.Tensor | None:
+    """Return, on the device, which masters are older than their parameters, if any may be."""
+    known = segment._checksums
+    if not (segment._has_masters and isinstance(known, torch.Tensor) and len(known)):
+        return None
+    new = segment.checksums()
+    return known != new if isinstance(new, torch.Tensor) else None
 
 
 def write_members(segment: Segment, store: Store, members: Collection[ManagedParameter]) -> None:

@@ -180,6 +180,31 @@ def test_parameters_are_read_and_written_outside_their_windows(made: list[Simula
     engine.destroy()
 
 
+def test_a_write_that_moves_no_counter_reaches_the_master(made: list[SimulatedDevice]) -> None:
+    def train(*, on_device: bool) -> dict[str, torch.Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            if not on_device:
+                patch.setattr(zero.planning, "open_device", zero.devices.open_device)
+            config = make_config(optimizer="cpu", host_memory="1GB", dtype="bf16")
+            config["tiers"]["state_format"] = "fp32"
+            model = make_model(dtype=torch.bfloat16)
+            engine, _, _, _ = zero.initialize(model=model, config=config)
+        for step in range(6):
+            if step == 4:
+                model.blocks[0].up.weight.data.mul_(2)
+            engine.backward(engine(*make_batch(step)))
+            if step == 5:
+                model.blocks[1].up.weight.data.zero_()
+            engine.step()
+        found = {name: each.detach().clone() for name, each in model.named_parameters()}
+        engine.destroy()
+        return found
+
+    expected, found = train(on_device=False), train(on_device=True)
+    assert len(made) == 1
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_next_unit_is_copied_while_one_computes(
     accumulation: int, made: list[SimulatedDevice]
