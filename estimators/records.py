@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from estimators.formats import record_layout
 from estimators.layout import SHARD_ALIGNMENT_NUMEL, align_up
 from estimators.segments import PlacementRequest, SegmentSpec, Tier
 
@@ -112,8 +111,7 @@ def section_bytes(
     sizes = {Section.PARAMETER: numel * segment.element.size_bytes}
     if segment.trainable and request.trains:
         sizes[Section.GRADIENT] = numel * segment.gradient.size_bytes
-        layout = record_layout(request.state_format, segment.element, numel)
-        sizes[Section.STATE] = layout.size_bytes
+        sizes[Section.STATE] = request.record_of(segment, numel).size_bytes
     return dict(sorted(sizes.items()))
 
 

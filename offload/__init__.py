@@ -1,6 +1,7 @@
 """Tiers, slots, pager, state formats and the update: knows shards of tensors, no ranks."""
 
 from offload.arrays import array_at, copy_bytes, tensor_at, tensor_span
+from offload.codes import RoundingKey
 from offload.device import (
     Device,
     DeviceChecksums,
@@ -13,7 +14,6 @@ from offload.device import (
 from offload.footprint import disk_bytes, process_bytes, resident_set_bytes
 from offload.heap import HeapTrimmer
 from offload.kernels import (
-    AdamWScalars,
     Kernels,
     load_kernels,
     native_available,
@@ -27,6 +27,7 @@ from offload.kernels_device import (
 )
 from offload.ledger import Activity, Ledger, LedgerSnapshot, Link
 from offload.measure import measure_rates
+from offload.operands import StateArrays
 from offload.pager import Pager, PagerFailedError, PagerState
 from offload.ranges import (
     Field,
@@ -38,17 +39,28 @@ from offload.ranges import (
     write_range,
 )
 from offload.report import LedgerReport, StepRecord
+from offload.rules import (
+    AdagradScalars,
+    AdamScalars,
+    AdamWScalars,
+    LionScalars,
+    SgdScalars,
+    UpdateScalars,
+)
 from offload.slots import Slot, SlotState, carve_slots
 from offload.spool import Spool, SpooledArray
-from offload.state import StateArrays, state_tensors, update_sub_group
+from offload.state import state_tensors, update_sub_group
 from offload.step import update
 from offload.store import Store, StoreParts, SwapDirectory, pages_parameters
 from offload.transfers import CorruptionError, PageError, SlotTransfers
+from offload.update_pass import NamedPiece, Rounding
 from offload.write import write_parameters
 from offload.write_device import write_parameters_on_device
 
 __all__ = [
     "Activity",
+    "AdagradScalars",
+    "AdamScalars",
     "AdamWScalars",
     "CorruptionError",
     "Device",
@@ -63,11 +75,16 @@ __all__ = [
     "LedgerReport",
     "LedgerSnapshot",
     "Link",
+    "LionScalars",
     "Memory",
+    "NamedPiece",
     "PageError",
     "Pager",
     "PagerFailedError",
     "PagerState",
+    "Rounding",
+    "RoundingKey",
+    "SgdScalars",
     "ShardReader",
     "Slot",
     "SlotState",
@@ -79,6 +96,7 @@ __all__ = [
     "Store",
     "StoreParts",
     "SwapDirectory",
+    "UpdateScalars",
     "add_block_sums",
     "array_at",
     "carve_slots",

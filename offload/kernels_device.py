@@ -10,23 +10,18 @@ fp32, and a divisor is a tensor, because torch multiplies by the reciprocal of a
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from offload.kernels import BLOCK_NUMEL, LANE_COUNT, AdamWScalars
+from offload.codes import RoundingKey
+from offload.kernel_calls import Kept, Operands, check_base_count, update_operands
+from offload.operands import StateArrays
+from offload.rules import AdamWScalars, UpdateScalars
 
 DeviceKernelKind: TypeAlias = Literal["auto", "triton", "torch"]
-
-_CHUNK_NUMEL = 1 << 22
-_SIGN_BIT = -0x8000_0000
-_MAGNITUDE_BITS = 0x7FFF_FFFF
-_INFINITY_BITS = 0x7F80_0000
-_QUIET_NAN_BITS = 0x7FC0_0000
-_FP16_QUIET_NAN = 0x7E00
-_FP16_SIGN_BIT = -0x8000
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -40,6 +35,16 @@ class DeviceKernels(Protocol):
     @property
     def name(self) -> str:
         """Return which implementation this is: "triton" or "torch"."""
+
+    def update(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: StateArrays,
+        scalars: UpdateScalars,
+        key: RoundingKey | None = None,
+    ) -> None:
+        """Update parameters and their state in place by the rule of the scalars."""
 
     def adamw_fp32(
         self,
@@ -136,201 +141,45 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def gradient_dtypes(param: Tensor) -> tuple[torch.dtype, ...]:
-    """Return the types that gradients of these 16-bit parameters may have."""
-    half = param.dtype if isinstance(param, Tensor) and param.dtype in HALVES else torch.bfloat16
-    return (half, torch.float32)
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "uint16": torch.uint16,
+}
 
 
-def check_adamw(
-    scalars: AdamWScalars,
-    *,
-    moments: tuple[Tensor, Tensor],
-    grad: tuple[Tensor, tuple[torch.dtype, ...]],
-    **weights: tuple[Tensor, tuple[torch.dtype, ...]],
+def _gradient_dtypes(kept: Kept, param: Tensor) -> tuple[torch.dtype, ...]:
+    if kept is Kept.OWN:
+        return (torch.float32,)
+    is_fp16 = isinstance(param, Tensor) and param.dtype is torch.float16
+    return (torch.float16 if is_fp16 and kept is Kept.MASTER else torch.bfloat16, torch.float32)
+
+
+def check_device_update(
+    kept: Kept,
+    operands: tuple[Tensor, Tensor],
+    state: StateArrays,
+    scalars: UpdateScalars,
+    key: RoundingKey | None,
 ) -> None:
-    """Raise TypeError or ValueError unless an AdamW kernel may run on these operands."""
-    if not isinstance(scalars, AdamWScalars):
-        raise TypeError(f"scalars must be AdamWScalars, got {type(scalars).__name__}")
-    fp32 = (torch.float32,)
-    written = {**weights, "exp_avg": (moments[0], fp32), "exp_avg_sq": (moments[1], fp32)}
-    check_tensors(written=written, read={"grad": grad})
+    """Raise TypeError or ValueError unless an update may run on parameter, gradient and state."""
+    param, grad = operands
+    written, bases = update_operands(kept, param, state, scalars, key)
 
+    def typed(found: Operands) -> dict[str, tuple[Tensor, tuple[torch.dtype, ...]]]:
+        return {
+            name: (value, tuple(_DTYPES[kind] for kind in kinds))
+            for name, (value, kinds) in found.items()
+        }
 
-def _chunks(numel: int) -> Iterator[slice]:
-    for start in range(0, numel, _CHUNK_NUMEL):
-        yield slice(start, min(start + _CHUNK_NUMEL, numel))
-
-
-def _divided(values: Tensor, divisor: float) -> Tensor:
-    return values / torch.full((), divisor, dtype=torch.float32, device=values.device)
-
-
-def _root(values: Tensor) -> Tensor:
-    return values.double().sqrt_().float()
-
-
-def _put(target: Tensor, values: Tensor) -> None:
-    """Store results, each NaN as the one pattern that all kernels store."""
-    bits = torch.where(torch.isnan(values), _QUIET_NAN_BITS, values.view(torch.int32))
-    target.view(torch.int32).copy_(bits)
-
-
-def _quiet_bits(master: Tensor) -> Tensor:
-    bits = master.view(torch.int32)
-    is_nan = (bits & _MAGNITUDE_BITS) > _INFINITY_BITS
-    return torch.where(is_nan, (bits & _SIGN_BIT) | _QUIET_NAN_BITS, bits)
-
-
-def _split(bits: Tensor, param: Tensor, residual: Tensor) -> None:
-    param.view(torch.int16).copy_((bits + 0x8000) >> 16)
-    residual.copy_((bits << 16) >> 16)
-
-
-def _joined(param: Tensor, residual: Tensor) -> Tensor:
-    bits = (param.view(torch.int16).int() << 16) + residual.int()
-    return bits.view(torch.float32)
-
-
-def _round_to_fp16(master: Tensor, out: Tensor) -> None:
-    """Round as IEEE does; what a device makes of a NaN differs, so that is written as bits."""
-    sign = (master.view(torch.int32) >> 16) & _FP16_SIGN_BIT
-    quiet_nan = (sign | _FP16_QUIET_NAN).to(torch.int16)
-    rounded = master.to(torch.float16).view(torch.int16)
-    out.view(torch.int16).copy_(torch.where(torch.isnan(master), quiet_nan, rounded))
-
-
-def _update(
-    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: AdamWScalars
-) -> None:
-    """Update fp32 masters and moments in place, one operation of the formula a torch operation."""
-    g = grad.float() * scalars.grad_scale
-    p = master * scalars.decay_factor
-    m = exp_avg * scalars.beta1 + g * scalars.one_minus_beta1
-    v = exp_avg_sq * scalars.beta2 + (g * g) * scalars.one_minus_beta2
-    denominator = _divided(_root(v), scalars.bias_correction2_sqrt) + scalars.eps
-    _put(master, p - (m / denominator) * scalars.step_size)
-    _put(exp_avg, m)
-    _put(exp_avg_sq, v)
-
-
-class TorchDeviceKernels:
-    """The kernels in torch operations, on whatever device the tensors are."""
-
-    name = "torch"
-
-    def adamw_fp32(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        scalars: AdamWScalars,
-    ) -> None:
-        """Update fp32 parameters, which are their own master, and their moments in place."""
-        fp32 = (torch.float32,)
-        check_adamw(scalars, moments=(exp_avg, exp_avg_sq), grad=(grad, fp32), param=(param, fp32))
-        for chunk in _chunks(param.numel()):
-            _update(param[chunk], grad[chunk], exp_avg[chunk], exp_avg_sq[chunk], scalars)
-
-    def adamw_exact(
-        self,
-        param: Tensor,
-        residual: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        scalars: AdamWScalars,
-    ) -> None:
-        """Update bf16 parameters, the residuals that complete them to fp32, and the moments."""
-        check_adamw(
-            scalars,
-            moments=(exp_avg, exp_avg_sq),
-            grad=(grad, gradient_dtypes(param)),
-            param=(param, (torch.bfloat16,)),
-            residual=(residual, (torch.int16,)),
-        )
-        for chunk in _chunks(param.numel()):
-            master = _joined(param[chunk], residual[chunk])
-            _update(master, grad[chunk], exp_avg[chunk], exp_avg_sq[chunk], scalars)
-            _split(master.view(torch.int32), param[chunk], residual[chunk])
-
-    def adamw_master(
-        self,
-        param: Tensor,
-        master: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        scalars: AdamWScalars,
-    ) -> None:
-        """Update fp32 masters and their moments, and write the 16-bit parameters from them."""
-        check_adamw(
-            scalars,
-            moments=(exp_avg, exp_avg_sq),
-            grad=(grad, gradient_dtypes(param)),
-            param=(param, HALVES),
-            master=(master, (torch.float32,)),
-        )
-        for chunk in _chunks(param.numel()):
-            _update(master[chunk], grad[chunk], exp_avg[chunk], exp_avg_sq[chunk], scalars)
-            if param.dtype is torch.float16:
-                _round_to_fp16(master[chunk], param[chunk])
-            else:
-                bits = master[chunk].view(torch.int32)
-                param[chunk].view(torch.int16).copy_((bits + 0x8000) >> 16)
-
-    def split_master(self, master: Tensor, param: Tensor, residual: Tensor) -> None:
-        """Write each master as a bf16 parameter and its residual, a NaN made quiet first."""
-        check_split(master, param, residual)
-        for chunk in _chunks(master.numel()):
-            _split(_quiet_bits(master[chunk]), param[chunk], residual[chunk])
-
-    def join_master(self, param: Tensor, residual: Tensor, master: Tensor) -> None:
-        """Write the masters that parameters and residuals are together."""
-        check_join(param, residual, master)
-        for chunk in _chunks(master.numel()):
-            bits = _joined(param[chunk], residual[chunk]).view(torch.int32)
-            master[chunk].view(torch.int32).copy_(bits)
-
-    def round_to_fp16(self, master: Tensor, out: Tensor) -> None:
-        """Write each master as the fp16 nearest to it, a NaN as the quiet one with its sign."""
-        check_fp16(master, out)
-        for chunk in _chunks(master.numel()):
-            _round_to_fp16(master[chunk], out[chunk])
-
-    def block_sums(self, values: Tensor, first_index: int) -> Tensor:
-        """Return the fp64 sums of squares of the norm's blocks, shape [block], on the device."""
-        check_norm(values, first_index)
-        sums = [
-            _block_sums(values[start:stop], (first_index + start) % BLOCK_NUMEL)
-            for start, stop in _block_ranges(values.numel(), first_index)
-        ]
-        return torch.cat(sums) if sums else values.new_zeros(0, dtype=torch.float64)
-
-
-def _block_ranges(numel: int, first_index: int) -> Iterator[tuple[int, int]]:
-    """Cut values into chunks that end where a block of the norm ends."""
-    start = 0
-    while start < numel:
-        stop = min(start + _CHUNK_NUMEL - (first_index + start) % BLOCK_NUMEL, numel)
-        yield start, stop
-        start = stop
-
-
-def _block_sums(values: Tensor, lead: int) -> Tensor:
-    """Sum the squares of values of which `lead` elements of the first block come before."""
-    block_count = -(-(lead + values.numel()) // BLOCK_NUMEL)
-    squares = values.new_zeros(block_count * BLOCK_NUMEL, dtype=torch.float64)
-    squares[lead : lead + values.numel()] = values
-    rows = (squares * squares).view(block_count, BLOCK_NUMEL // LANE_COUNT, LANE_COUNT)
-    lanes = torch.zeros_like(rows[:, 0])
-    for row in range(rows.shape[1]):
-        lanes += rows[:, row]
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    return lanes[:, 0]
+    check_tensors(written=typed(written), read={"grad": (grad, _gradient_dtypes(kept, param))})
+    if bases:
+        check_tensors(written=typed(bases), read={})
+        check_base_count(param.numel(), {name: each.numel() for name, (each, _) in bases.items()})
 
 
 def check_split(master: Tensor, param: Tensor, residual: Tensor) -> None:
@@ -387,6 +236,8 @@ def load_device_kernels(device: torch.device, kind: DeviceKernelKind = "auto") -
     if kind == "triton" and reason is not None:
         raise RuntimeError(f'the Triton kernels cannot run: {reason}; ask for kind="torch"')
     if kind == "torch" or reason is not None:
+        from offload.kernels_torch import TorchDeviceKernels
+
         return TorchDeviceKernels()
     from offload.kernels_triton import TritonKernels
 

@@ -7,7 +7,7 @@ divisions and roots are the rounded ones.
 
 # Triton's language has no annotations that mypy could check.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,attr-defined"
-# ruff: noqa: ANN001, ANN202, N803, RET505
+# ruff: noqa: ANN001, ANN202, FBT003, N803, N806, PLR1714, RET505, SIM109
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from offload.kernels import BLOCK_NUMEL, AdamWScalars
+from offload.codes import RoundingKey
+from offload.kernel_calls import Kept, UpdateCalls
+from offload.kernels import BLOCK_NUMEL
 from offload.kernels_device import (
-    HALVES,
-    check_adamw,
+    check_device_update,
     check_fp16,
     check_join,
     check_norm,
     check_split,
-    gradient_dtypes,
 )
+from offload.operands import StateArrays
+from offload.rules import UpdateScalars
 
 _TILE = 1024
 _WARPS = 4
@@ -39,6 +41,16 @@ _OWN = tl.constexpr(0)
 _EXACT = tl.constexpr(1)
 _MASTER_BF16 = tl.constexpr(2)
 _MASTER_FP16 = tl.constexpr(3)
+_BF16 = tl.constexpr(4)
+_COMPACT = tl.constexpr(5)
+_KEPT = {Kept.OWN: 0, Kept.EXACT: 1, Kept.BF16: 4, Kept.COMPACT: 5}
+
+# The rules, as `UpdateScalars.rule_number` counts them.
+_ADAMW = tl.constexpr(0)
+_ADAM = tl.constexpr(1)
+_LION = tl.constexpr(2)
+_ADAGRAD = tl.constexpr(3)
+_SGD = tl.constexpr(4)
 
 
 @triton.jit
@@ -87,37 +99,184 @@ def _fp16_of(bits):
 
 
 @triton.jit
-def _adamw(
-    param, weight, grad, moments, scalars, numel, KEPT: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    beta1, one_minus_beta1, beta2, one_minus_beta2 = scalars[:4]
-    decay_factor, step_size, bias_correction2_sqrt, eps, grad_scale = scalars[4:]
-    exp_avg, exp_avg_sq = moments
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = at < numel
-    if KEPT == _EXACT:
-        master = _joined(tl.load(param + at, inside), tl.load(weight + at, inside))
-    elif KEPT == _OWN:
-        master = tl.load(param + at, inside)
+def _sign(value):
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    one = (((bits >> 31) << 31) | 0x3F800000).to(tl.float32, bitcast=True)
+    return tl.where((magnitude != 0) & (magnitude <= 0x7F800000), one, value)
+
+
+@triton.jit
+def _moved(p, m, v, g, scalars, RULE: tl.constexpr):
+    """Return master and moments after an update; see [Note: update rules]."""
+    beta1, one_minus_beta1, beta2, one_minus_beta2, decay_factor, step_size = scalars[:6]
+    bias_correction2_sqrt, eps, grad_scale, l2, initial, nesterov = scalars[6:]
+    g = g * grad_scale
+    if RULE == _ADAM or RULE == _ADAGRAD or RULE == _SGD:
+        g = g + p * l2
+    if RULE == _ADAMW or RULE == _LION:
+        p = p * decay_factor
+    change = g
+    if RULE == _ADAMW or RULE == _ADAM:
+        m = m * beta1 + g * one_minus_beta1
+        v = v * beta2 + (g * g) * one_minus_beta2
+        change = tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), bias_correction2_sqrt) + eps)
+    if RULE == _LION:
+        change = _sign(m * beta1 + g * one_minus_beta1)
+        m = m * beta2 + g * one_minus_beta2
+    if RULE == _ADAGRAD:
+        v = v + g * g
+        change = tl.div_rn(g, tl.sqrt_rn(v + initial) + eps)
+    if RULE == _SGD:
+        m = m * beta1 + g * one_minus_beta1
+        change = tl.where(nesterov != 0, g + m * beta1, m)
+    return _with_one_nan(p - step_size * change), _with_one_nan(m), _with_one_nan(v)
+
+
+@triton.jit
+def _mixed(words):
+    words = words ^ (words >> 16)
+    words = words * tl.full((), 0x85EBCA6B, tl.uint32)
+    words = words ^ (words >> 13)
+    words = words * tl.full((), 0xC2B2AE35, tl.uint32)
+    return words ^ (words >> 16)
+
+
+@triton.jit
+def _noise(at, key):
+    first, high = key
+    numbers = (at + first).to(tl.uint32)
+    return _mixed(_mixed(numbers) ^ high.to(tl.uint32))
+
+
+@triton.jit
+def _other_noise(noise):
+    return _mixed(noise + tl.full((), 0x9E3779B9, tl.uint32))
+
+
+@triton.jit
+def _bits(value):
+    return value.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _greatest(upper, TILE: tl.constexpr):
+    """Return, for each element, the greatest value of its block."""
+    blocks = tl.reshape(upper.to(tl.int32), (TILE // 32, 32))
+    greatest = tl.max(blocks, axis=1)
+    spread = tl.broadcast_to(tl.expand_dims(greatest, 1), (TILE // 32, 32))
+    return tl.reshape(spread, (TILE,))
+
+
+@triton.jit
+def _base(upper, CODES: tl.constexpr, TILE: tl.constexpr):
+    return tl.maximum(_greatest(upper, TILE) - CODES, 0)
+
+
+@triton.jit
+def _loaded(moment, base, at, inside, KEPT: tl.constexpr, SIGNED: tl.constexpr):
+    """Return a moment in fp32, however it is kept."""
+    if KEPT == _COMPACT:
+        code = tl.load(moment + at, inside, other=0).to(tl.int32)
+        below = tl.load(base + at // 32, inside, other=0).to(tl.int32) & 0xFFFF
+        if SIGNED:
+            magnitude = code & 0x7F
+            upper = tl.where(magnitude != 0, below + magnitude, 0)
+            return ((upper << 20) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+        else:
+            upper = tl.where(code != 0, below + code, 0)
+            return (upper << 19).to(tl.float32, bitcast=True)
     else:
-        master = tl.load(weight + at, inside)
-    g = _widened(tl.load(grad + at, inside)) * grad_scale
-    p = master * decay_factor
-    m = tl.load(exp_avg + at, inside) * beta1 + g * one_minus_beta1
-    v = tl.load(exp_avg_sq + at, inside) * beta2 + (g * g) * one_minus_beta2
-    denominator = tl.div_rn(tl.sqrt_rn(v), bias_correction2_sqrt) + eps
-    p = _with_one_nan(p - step_size * tl.div_rn(m, denominator))
-    tl.store(exp_avg + at, _with_one_nan(m), inside)
-    tl.store(exp_avg_sq + at, _with_one_nan(v), inside)
+        return _widened(tl.load(moment + at, inside, other=0.0))
+
+
+@triton.jit
+def _store_moment(
+    moment, base, at, inside, value, noise, KEPT: tl.constexpr, SIGNED: tl.constexpr
+):  # fmt: skip
+    TILE: tl.constexpr = at.shape[0]
+    bits = tl.where(inside, _bits(value), 0)
+    if KEPT == _COMPACT:
+        magnitude = bits & 0x7FFFFFFF
+        if SIGNED:
+            upper = ((magnitude + (noise >> 12)) >> 20).to(tl.int32)
+            upper = tl.where(inside, upper, 0)
+            below = _base(upper, 0x7F, TILE)
+            code = tl.maximum(upper - below, 0) | ((bits >> 31).to(tl.int32) << 7)
+        else:
+            upper = ((magnitude + (_other_noise(noise) >> 13)) >> 19).to(tl.int32)
+            upper = tl.where(inside, upper, 0)
+            below = _base(upper, 0xFF, TILE)
+            code = tl.maximum(upper - below, tl.where(magnitude != 0, 1, 0))
+        tl.store(moment + at, code.to(tl.uint8), inside)
+        tl.store(base + at // 32, below.to(tl.int16), inside & (at % 32 == 0))
+    elif KEPT == _BF16:
+        random = (noise & 0xFFFF) if SIGNED else (noise >> 16)
+        half = ((bits + random) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        tl.store(moment + at, half, inside)
+    else:
+        tl.store(moment + at, value, inside)
+
+
+@triton.jit
+def _master(param, weight, at, inside, KEPT: tl.constexpr):
+    """Return the fp32 master, however it is kept."""
+    if KEPT == _EXACT or KEPT == _BF16:
+        return _joined(tl.load(param + at, inside), tl.load(weight + at, inside))
+    elif KEPT == _COMPACT:
+        upper = tl.load(param + at, inside).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        lower = tl.load(weight + at, inside).to(tl.int32) << 8
+        return (upper + lower).to(tl.float32, bitcast=True)
+    elif KEPT == _OWN:
+        return tl.load(param + at, inside)
+    else:
+        return tl.load(weight + at, inside)
+
+
+@triton.jit
+def _store_master(param, weight, at, inside, p, noise, KEPT: tl.constexpr):
     bits = p.to(tl.int32, bitcast=True)
-    if KEPT == _EXACT:
+    if KEPT == _EXACT or KEPT == _BF16:
         tl.store(param + at, _bf16_of(bits), inside)
         tl.store(weight + at, bits.to(tl.int16), inside)
+    elif KEPT == _COMPACT:
+        shorter = ((_bits(p) + (noise & 0xFF)) >> 8).to(tl.int32)
+        half = ((shorter + 0x80) >> 8).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        tl.store(param + at, half, inside)
+        tl.store(weight + at, shorter.to(tl.int8), inside)
     elif KEPT == _OWN:
         tl.store(param + at, p, inside)
     else:
         tl.store(weight + at, p, inside)
         tl.store(param + at, _bf16_of(bits) if KEPT == _MASTER_BF16 else _fp16_of(bits), inside)
+
+
+@triton.jit
+def _update(
+    operands, moments, scalars, key, numel, KEPT: tl.constexpr, RULE: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    param, weight, grad = operands
+    exp_avg, exp_avg_sq, exp_avg_base, exp_avg_sq_base = moments
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < numel
+    master = _master(param, weight, at, inside, KEPT)
+    g = _widened(tl.load(grad + at, inside))
+    m = tl.zeros((TILE,), tl.float32)
+    v = m
+    if RULE != _ADAGRAD:
+        m = _loaded(exp_avg, exp_avg_base, at, inside, KEPT, True)
+    if RULE == _ADAMW or RULE == _ADAM or RULE == _ADAGRAD:
+        v = _loaded(exp_avg_sq, exp_avg_sq_base, at, inside, KEPT, False)
+    p, m, v = _moved(master, m, v, g, scalars, RULE)
+    noise = tl.zeros((TILE,), tl.uint32)
+    if KEPT == _BF16 or KEPT == _COMPACT:
+        noise = _noise(at, key)
+    if RULE != _ADAGRAD:
+        _store_moment(exp_avg, exp_avg_base, at, inside, m, noise, KEPT, True)
+    if RULE == _ADAMW or RULE == _ADAM or RULE == _ADAGRAD:
+        _store_moment(exp_avg_sq, exp_avg_sq_base, at, inside, v, noise, KEPT, False)
+    _store_master(param, weight, at, inside, p, noise, KEPT)
 
 
 @triton.jit
@@ -165,78 +324,57 @@ def _block_sums(values, sums, lead, numel):
 
 def _launch(kernel: Any, *operands: Any, numel: int, **constants: Any) -> None:
     if numel:
-        with torch.cuda.device(operands[0].device):
+        first = operands[0][0] if isinstance(operands[0], tuple) else operands[0]
+        with torch.cuda.device(first.device):
             kernel[(triton.cdiv(numel, _TILE),)](
                 *operands, numel, **constants, TILE=_TILE, num_warps=_WARPS, **_OPTIONS
             )
 
 
-class TritonKernels:
+def _bases(state: StateArrays) -> tuple[Tensor | None, ...]:
+    """Return the bases as int16: Triton and torch agree on that type in every version."""
+    return tuple(
+        each.view(torch.int16) if each is not None else None
+        for each in (state.exp_avg_base, state.exp_avg_sq_base)
+    )
+
+
+class TritonKernels(UpdateCalls):
     """The kernels in Triton, on CUDA devices."""
 
     name = "triton"
 
-    def adamw_fp32(
+    def _update(
         self,
+        kept: Kept,
         param: Tensor,
         grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        scalars: AdamWScalars,
+        state: StateArrays,
+        scalars: UpdateScalars,
+        key: RoundingKey | None,
     ) -> None:
-        """Update fp32 parameters, which are their own master, and their moments in place."""
-        fp32 = (torch.float32,)
-        check_adamw(scalars, moments=(exp_avg, exp_avg_sq), grad=(grad, fp32), param=(param, fp32))
-        self._adamw(_OWN, (param, param, grad), (exp_avg, exp_avg_sq), scalars)
-
-    def adamw_exact(
-        self,
-        param: Tensor,
-        residual: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        scalars: AdamWScalars,
-    ) -> None:
-        """Update bf16 parameters, the residuals that complete them to fp32, and the moments."""
-        check_adamw(
-            scalars,
-            moments=(exp_avg, exp_avg_sq),
-            grad=(grad, gradient_dtypes(param)),
-            param=(param, (torch.bfloat16,)),
-            residual=(residual, (torch.int16,)),
+        check_device_update(kept, (param, grad), state, scalars, key)
+        weight = {Kept.OWN: param, Kept.MASTER: state.master}.get(kept, state.residual)
+        absent = weight  # a kernel does not touch what its rule or format lacks
+        moments = tuple(
+            each if each is not None else absent
+            for each in (state.exp_avg, state.exp_avg_sq, *_bases(state))
         )
-        self._adamw(_EXACT, (param, residual, grad), (exp_avg, exp_avg_sq), scalars)
-
-    def adamw_master(
-        self,
-        param: Tensor,
-        master: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        scalars: AdamWScalars,
-    ) -> None:
-        """Update fp32 masters and their moments, and write the 16-bit parameters from them."""
-        check_adamw(
-            scalars,
-            moments=(exp_avg, exp_avg_sq),
-            grad=(grad, gradient_dtypes(param)),
-            param=(param, HALVES),
-            master=(master, (torch.float32,)),
+        is_fp16 = param.dtype is torch.float16
+        how = _KEPT.get(kept, _MASTER_FP16.value if is_fp16 else _MASTER_BF16.value)
+        values = tuple(float(each) for each in dataclasses.astuple(scalars))
+        first = (key.first + key.low) & 0xFFFF_FFFF if key is not None else 0
+        words = (first, key.high if key is not None else 0)
+        _launch(
+            _update,
+            (param, weight, grad),
+            moments,
+            values,
+            words,
+            numel=param.numel(),
+            KEPT=how,
+            RULE=scalars.rule_number,
         )
-        kept = _MASTER_BF16 if param.dtype is torch.bfloat16 else _MASTER_FP16
-        self._adamw(kept, (param, master, grad), (exp_avg, exp_avg_sq), scalars)
-
-    def _adamw(
-        self,
-        kept: Any,
-        operands: tuple[Tensor, ...],
-        moments: tuple[Tensor, Tensor],
-        scalars: AdamWScalars,
-    ) -> None:
-        values = dataclasses.astuple(scalars)
-        _launch(_adamw, *operands, moments, values, numel=operands[0].numel(), KEPT=kept.value)
 
     def split_master(self, master: Tensor, param: Tensor, residual: Tensor) -> None:
         """Write each master as a bf16 parameter and its residual, a NaN made quiet first."""

@@ -19,8 +19,9 @@ import torch
 from estimators import ElementType, Section, SegmentSpec, StateField, SubGroup
 from offload.arrays import array_at, clear_bytes, tensor_at, torch_dtype
 from offload.host_view import HostView
+from offload.operands import StateArrays
 from offload.slots import Slot
-from offload.state import StateArrays, state_arrays
+from offload.state import master_values, moment_values, put_moment, state_arrays
 from offload.store import Store
 from offload.write import encode_masters
 
@@ -58,6 +59,8 @@ def has_field(store: Store, segment: int, field: Field) -> bool:
         return True
     if not (request.trains and request.segments[segment].trainable):
         return False
+    if field in _MOMENTS:
+        return _MOMENTS[field] in request.rule.moments
     return field is not Field.GRADIENT or store.has_gradient(segment)
 
 
@@ -232,19 +235,13 @@ def _copy_out(
             target.copy_(tensor_at(span, spec.gradient, group.numel)[chosen])
     else:
         state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
-        if field is Field.MASTER and state.residual is not None:
+        if field is Field.MASTER:
             parameter = view.span(Section.PARAMETER)
-            store.kernels.join_master(
-                array_at(parameter, spec.element, group.numel)[chosen],
-                state.residual[chosen],
-                target.numpy(),
+            array = master_values(
+                store.kernels, array_at(parameter, spec.element, group.numel), state
             )
-            return
-        array = {
-            Field.MASTER: state.master,
-            Field.EXP_AVG: state.exp_avg,
-            Field.EXP_AVG_SQ: state.exp_avg_sq,
-        }[field]
+        else:
+            array = moment_values(state, _MOMENTS[field])
         if array is not None:
             target.numpy()[:] = array[chosen]
 
@@ -260,7 +257,7 @@ def _write_group(
     if field in (Field.PARAMETER, Field.MASTER):
         masters = values.float().contiguous().numpy()
         raw, kept = encode_masters(
-            store.kernels, spec.element, store.plan.request.state_format, masters
+            store.kernels, spec.element, store.plan.request.format_of(spec), masters
         )
         if group.tier(Section.STATE) is None:
             kept = {}
@@ -301,13 +298,11 @@ def _put_parameter(view: HostView, spec: SegmentSpec, first: int, raw: Array) ->
 
 
 def _put_state(state: StateArrays, first: int, fields: Mapping[StateField, Array]) -> None:
-    targets = {
-        StateField.MASTER: state.master,
-        StateField.RESIDUAL: state.residual,
-        StateField.EXP_AVG: state.exp_avg,
-        StateField.EXP_AVG_SQ: state.exp_avg_sq,
-    }
     for key, values in fields.items():
-        target = targets[key]
-        if target is not None:
+        target = state.get(key)
+        if target is None:
+            continue
+        if key in _MOMENTS.values():
+            put_moment(state, key, first, values)
+        else:
             target[first : first + values.size] = values

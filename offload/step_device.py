@@ -16,17 +16,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from estimators import Section, SubGroup, record_layout
+from estimators import Section, SubGroup
 from estimators.records import DEVICE_BUFFER_COUNT, staged_offsets
 from offload.device import PASSED, DeviceMemory, Fence, Memory, elements_at, last_of
-from offload.kernels import AdamWScalars
 from offload.slots import Slot
-from offload.state import Values, state_tensors, update_sub_group
-from offload.store import Store
+from offload.state import state_tensors
+from offload.update_pass import UpdatePass
 
 _CHANGED = (Section.PARAMETER, Section.STATE)
-
-PiecesOf = Callable[[int], Sequence[tuple[int, Values]] | None]
 
 Lend = Callable[[int], Slot | None]
 """Lends a slot with what rests on NVMe of the sub-group at a position."""
@@ -50,16 +47,10 @@ class _Staged:
 class StreamedUpdate:
     """One update of all sub-groups, see [Note: streamed update]."""
 
-    def __init__(
-        self,
-        store: Store,
-        scalars: Sequence[AdamWScalars],
-        pieces_of: PiecesOf,
-        on_update: Callable[[SubGroup], None],
-    ) -> None:
-        self._store = store
-        self._scalars = scalars
-        self._pieces_of = functools.cache(pieces_of)
+    def __init__(self, pass_: UpdatePass, on_update: Callable[[SubGroup], None]) -> None:
+        self._pass = pass_
+        self._store = store = pass_.store
+        self._pieces_of = functools.cache(pass_.pieces_of)
         self._on_update = on_update
         size_bytes = store.plan.device_buffer_bytes
         self._buffers = [
@@ -152,23 +143,13 @@ class StreamedUpdate:
         if not store.has_gradient(group.segment):
             staged.memory[Section.GRADIENT].bytes.zero_()
         parameter = elements_at(staged.memory[Section.PARAMETER], spec.element, group.numel)
-        layout = record_layout(store.plan.request.state_format, spec.element, group.numel)
+        layout = store.plan.request.record_of(spec, group.numel)
         state = state_tensors(layout, staged.memory[Section.STATE].bytes)
         pieces = self._pieces_of(group.segment)
         if pieces is None:
             gradient = elements_at(staged.memory[Section.GRADIENT], spec.gradient, group.numel)
             pieces = [(group.start, gradient)]
-        for start, gradient in pieces:
-            low, high = max(start, group.start), min(start + len(gradient), group.stop)
-            if low < high:
-                inside = slice(low - group.start, high - group.start)
-                update_sub_group(
-                    store.device_kernels,
-                    parameter[inside],
-                    gradient[low - start : high - start],
-                    state.part(inside),
-                    self._scalars[spec.param_group],
-                )
+        self._pass.update(store.device_kernels, group, (parameter, state), pieces)
         for section in _CHANGED:
             memory: Memory = store.section_memory(group, section, staged.slot)
             if not isinstance(memory, DeviceMemory):

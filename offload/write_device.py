@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import assert_never
-
 import torch
 
-from estimators import ElementType, Section, StateField, StateFormat, SubGroup, record_layout
+from estimators import ElementType, Section, StateField, StateFormat, SubGroup
 from offload.device import PASSED, Fence, last_of
 from offload.store import Store
-from offload.write import lend_for_writing
+from offload.write import lend_for_writing, write_parameters
 
 
 def write_parameters_on_device(store: Store, segment: int, masters: torch.Tensor) -> None:
@@ -23,6 +21,10 @@ def write_parameters_on_device(store: Store, segment: int, masters: torch.Tensor
     Raises:
         PageError: if a transfer failed.
     """
+    request = store.plan.request
+    if request.format_of(request.segments[segment]) is StateFormat.COMPACT:
+        write_parameters(store, segment, masters.cpu().numpy())  # the host encodes it
+        return
     store.parameter_version += 1
     for group in store.plan.by_segment[segment]:
         values = masters[group.start : group.stop]
@@ -41,7 +43,8 @@ def _encode(
 ) -> tuple[torch.Tensor, dict[StateField, torch.Tensor]]:
     """Return the parameters in their type, and the fields of the state that follow."""
     kernels = store.device_kernels
-    element = store.plan.request.segments[segment].element
+    spec = store.plan.request.segments[segment]
+    element, state_format = spec.element, store.plan.request.format_of(spec)
     match element:
         case ElementType.FP32:
             return values, {}
@@ -53,15 +56,13 @@ def _encode(
             bits = torch.empty_like(values, dtype=torch.bfloat16)
             residual = torch.empty_like(values, dtype=torch.int16)
             kernels.split_master(values, bits, residual)
-            if store.plan.request.state_format is StateFormat.EXACT:
+            if state_format in (StateFormat.EXACT, StateFormat.BF16):
                 return bits, {StateField.RESIDUAL: residual}
             quieted = torch.empty_like(values)
             kernels.join_master(bits, residual, quieted)
             return bits, {StateField.MASTER: quieted}
-        case ElementType.INT16:
-            raise ValueError("parameters cannot be int16")
         case _:
-            assert_never(element)
+            raise ValueError(f"parameters cannot be {element.value}")
 
 
 def _says_nothing(store: Store, group: SubGroup, kept: dict[StateField, torch.Tensor]) -> bool:
@@ -84,7 +85,7 @@ def _write_group(
     )
     slot = lend_for_writing(store, group, written) if written else None
     spec = store.plan.request.segments[group.segment]
-    layout = record_layout(store.plan.request.state_format, spec.element, group.numel)
+    layout = store.plan.request.record_of(spec, group.numel)
     fence = PASSED
     for field in layout.fields if kept else ():
         if field.field in kept:

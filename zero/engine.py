@@ -26,6 +26,7 @@ from zero.planning import Blueprint, Plan
 from zero.replan import History, Resize, group_unfrozen, has_changed, rebuild
 from zero.runtime import Runtime
 from zero.settings import Settings
+from zero.state_formats import rounding_of
 from zero.surface import FieldSurface, no_attribute
 
 LossScaler = StaticLossScaler | DynamicLossScaler
@@ -296,6 +297,7 @@ class ZeroEngine(FieldSurface, nn.Module):
             scalars,
             lambda index: segments[index].forget_values(),
             lambda index: reducer.kept.pieces(segments[index]) if reducer is not None else None,
+            rounding_of(segments, self._settings.tiers.rounding_seed, self._history.updates + 1),
         )
         for segment in segments:
             segment.accept_changes()

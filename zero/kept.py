@@ -17,7 +17,7 @@ import torch
 from estimators import Section, Tier
 from offload import Store, array_at, tensor_span
 from offload.arrays import torch_dtype
-from offload.state import Values
+from offload.operands import Values
 from zero.unit import Segment
 
 

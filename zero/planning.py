@@ -19,6 +19,7 @@ from estimators import (
     PlacementRequest,
     SegmentSpec,
     Tier,
+    UpdateRule,
     plan_placement,
 )
 from offload import Device, HostDevice, SwapDirectory, load_kernels, process_bytes
@@ -30,6 +31,7 @@ from zero.devices import open_device
 from zero.errors import ConfigError, PlanError
 from zero.optimizer import UpdateGroup, ZeroOptimizer, make_optimizer, update_groups
 from zero.settings import NvmeSettings, Settings
+from zero.state_formats import choose_formats
 from zero.swap_paths import check_paths, describe_paths
 from zero.units import UnitBlueprint, form_units
 
@@ -186,6 +188,7 @@ def make_blueprint(
         settings.gradient_element,
         changes.numels,
         changes.replaced,
+        choose_formats(model, settings),
     )
     request = PlacementRequest(
         segments=tuple(spec for unit in units for spec, _ in unit.segments),
@@ -207,6 +210,7 @@ def make_blueprint(
         rates=drive_rates(settings, engine, local_world_size),
         device_is_host=device.is_host,
         update_on_device=not device.is_host and settings.tiers.update_device != "cpu",
+        rule=optimizer.fused.rule if optimizer is not None else UpdateRule.ADAMW,
     )
     budget, source = node_budget(request, settings, local_world_size)
     memory = plan_placement(request, budget)

@@ -6,16 +6,29 @@ import numpy as np
 import pytest
 import torch
 
-from estimators import ElementType, StateFormat, record_layout
-from offload import load_device_kernels, state_tensors, update_sub_group
-from offload.kernels import AdamWScalars
+from estimators import ElementType, StateField, StateFormat, record_layout
+from offload import StateArrays, load_device_kernels, state_tensors, update_sub_group
 from offload.kernels_device import triton_unavailable_reason
+from offload.rules import AdamWScalars
 from tests.support.device_kernels import to_tensor
 from tests.support.kernels import HYPERPARAMETERS, make_kernels, ordinary
 from tests.support.reference import round_to_bf16
 
 NUMEL = 1000
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def numpy_fields(state: StateArrays) -> StateArrays:
+    """Return the fields of a record on the host as arrays of the same memory."""
+    views = {}
+    for field in StateField:
+        tensor = state.get(field)
+        if tensor is not None:
+            is_bf16 = tensor.dtype is torch.bfloat16
+            views[field] = (
+                tensor.view(torch.int16).numpy().view(np.uint16) if is_bf16 else tensor.numpy()
+            )
+    return StateArrays.of(views)
 
 
 @pytest.mark.parametrize("device_type", DEVICES)
@@ -33,12 +46,7 @@ def test_a_record_on_a_device_gets_the_bytes_of_the_host(state_format, device_ty
         grad = round_to_bf16(ordinary(NUMEL, 10 + step))
         scalars = AdamWScalars.from_hyperparameters(step=step, grad_scale=0.5, **HYPERPARAMETERS)
         fields = state_tensors(layout, host)
-        arrays = type(fields)(
-            *(
-                each.numpy() if each is not None else None
-                for each in (fields.exp_avg, fields.exp_avg_sq, fields.master, fields.residual)
-            )
-        )
+        arrays = numpy_fields(fields)
         update_sub_group(native, param, grad, arrays, scalars)
         on_device = to_tensor(grad, torch.device(device_type))
         update_sub_group(kernels, moved, on_device, state_tensors(layout, there), scalars)

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from offload.kernels import AdamWScalars, Kernels
-from tests.support.device_kernels import make_device_kernels
+from offload.kernels import Kernels
+from offload.rules import AdamWScalars
 from tests.support.kernels import (
     HYPERPARAMETERS,
-    IMPLEMENTATIONS,
     PATTERNS,
     assert_same_bits,
     hostile,
@@ -32,18 +31,11 @@ from tests.support.reference import (
     with_one_nan,
 )
 
-ON_DEVICES = [
-    ("torch", "cpu"),
-    pytest.param(("torch", "cuda"), marks=pytest.mark.gpu),
-    pytest.param(("triton", "cuda"), marks=pytest.mark.gpu),
-]
 
-
-@pytest.fixture(params=[*IMPLEMENTATIONS, *ON_DEVICES], ids=lambda param: f"{param[0]}-{param[1]}")
-def kernels(request) -> Kernels:
+@pytest.fixture
+def kernels(any_kernels) -> Kernels:
     """Return each implementation, also those that work on tensors of a device."""
-    kind, where = request.param
-    return make_device_kernels(kind, where) if isinstance(where, str) else make_kernels(kind, where)
+    return any_kernels
 
 
 SIZES = [0, 1, 7, 63, 64, 65, 4095, 4096, 4097, 262143, 262144, 262145]
