@@ -9,6 +9,9 @@ from offload.device import PASSED, Fence, last_of
 from offload.store import Store
 from offload.write import lend_for_writing, write_parameters
 
+_LOW_HALF = 0xFFFF
+"""The bits of an fp32 value that a bf16 value does not have."""
+
 
 def write_parameters_on_device(store: Store, segment: int, masters: torch.Tensor) -> None:
     """Set the parameter shard of a segment and what its state keeps of the masters.
@@ -21,9 +24,8 @@ def write_parameters_on_device(store: Store, segment: int, masters: torch.Tensor
     Raises:
         PageError: if a transfer failed.
     """
-    request = store.plan.request
-    if request.format_of(request.segments[segment]) is StateFormat.COMPACT:
-        write_parameters(store, segment, masters.cpu().numpy())  # the host encodes it
+    if _is_for_host(store, segment, masters):
+        write_parameters(store, segment, masters.cpu().numpy())
         return
     store.parameter_version += 1
     for group in store.plan.by_segment[segment]:
@@ -36,6 +38,17 @@ def write_parameters_on_device(store: Store, segment: int, masters: torch.Tensor
         store.update_fence = last_of(store.update_fence, fence)
     if store.pager is not None:
         store.pager.drain()
+
+
+def _is_for_host(store: Store, segment: int, masters: torch.Tensor) -> bool:
+    """Tell whether only the host can encode masters: compact ones that are no bf16 values."""
+    request = store.plan.request
+    spec = request.segments[segment]
+    if request.format_of(spec) is not StateFormat.COMPACT or spec.element is not ElementType.BF16:
+        return False
+    is_other = masters.isnan()
+    is_other |= (masters.view(torch.int32) & _LOW_HALF) != 0
+    return bool(is_other.any())
 
 
 def _encode(
@@ -56,6 +69,8 @@ def _encode(
             bits = torch.empty_like(values, dtype=torch.bfloat16)
             residual = torch.empty_like(values, dtype=torch.int16)
             kernels.split_master(values, bits, residual)
+            if state_format is StateFormat.COMPACT:
+                return bits, {StateField.RESIDUAL: residual.to(torch.int8)}  # all are zero
             if state_format in (StateFormat.EXACT, StateFormat.BF16):
                 return bits, {StateField.RESIDUAL: residual}
             quieted = torch.empty_like(values)
