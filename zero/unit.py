@@ -92,6 +92,8 @@ class Segment:
         self._views: list[torch.Tensor] = []
         self._sealed: list[torch.Tensor] = []
         self._checksums: Checksums = []
+        self.audited: list[int] | None = None
+        """Positions whose checksum was found to be another one, by `audit`."""
         self._device_checksums: DeviceChecksums | None = None
         self.late_differences: torch.Tensor | None = None
         """On a device, which parameters checksums showed to be written; [Note: late comparison]."""
@@ -184,7 +186,9 @@ class Segment:
         """
         versions = self._versions if since is None else since
         chosen = range(len(self.members)) if position is None else range(position, position + 1)
-        differs = differing(self, self._checksums if since is None else [], chosen)
+        differs = self.audited
+        if differs is None or since is not None:
+            differs = differing(self, self._checksums if since is None else [], chosen)
         return [
             self.members[each]
             for each in chosen
@@ -261,6 +265,7 @@ class Segment:
     def accept_changes(self, position: int | None = None) -> None:
         """Take the current values as unchanged, or those of one parameter."""
         self._sums_hold = False
+        self.audited = None
         if position is None:
             self._versions = self.versions
         elif self._versions:
