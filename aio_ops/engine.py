@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Self, assert_never
 from aio_ops.linux import require_linux
 from aio_ops.memory import Span
 from aio_ops.process import ProcessBound
+from aio_ops.run_directory import RunClaim
 from aio_ops.schedule import Schedule
 from aio_ops.striped_file import StripedFile, start_striped
 from aio_ops.swapfile import SwapFile
@@ -51,6 +52,26 @@ class Engine(ProcessBound, abc.ABC):
         self._require_usable()
         return SwapFile.create(directory, size_bytes, any_alignment=any_alignment)
 
+    def open_named_file(self, path: Path, size_bytes: int, *, create: bool) -> TransferFile:
+        """Return a file that stays when it is closed: a new one of zero bytes, or an earlier one.
+
+        Raises:
+            OSError: if it cannot be made, or is not there with that size.
+        """
+        self._require_usable()
+        if create:
+            return SwapFile.create_named(path, size_bytes)
+        return SwapFile.open_named(path, size_bytes)
+
+    def claim_directory(self, path: Path) -> RunClaim:
+        """Make a directory of a run if need be, and have it for oneself until it is released.
+
+        Raises:
+            RunInUseError: if a living run has it.
+            OSError: if it cannot be used.
+        """
+        return RunClaim(path)
+
     def create_striped_file(
         self,
         directories: Sequence[Path],
@@ -60,21 +81,32 @@ class Engine(ProcessBound, abc.ABC):
         capacities: Sequence[int | None] | None = None,
         unit_bytes: int | None = None,
         any_alignment: bool = False,
+        name: str | None = None,
     ) -> StripedFile:
         """Return one new file of zero bytes over directories on different drives.
 
         Each gets bytes in proportion to its weight, but no more than its capacity, in stripes of
         `unit_bytes` (at most 4 MiB if left out) that alternate [Note: stripes]. "auto" measures
         each directory for about a second. All space is reserved here; an OSError names the
-        directory that cannot, and then nothing is left in the others.
+        directory that cannot, and then nothing is left in the others. With a `name` the members
+        stay under it, and `open_striped_file` finds them again.
         """
         from aio_ops.stripe_creation import StripeRequest, create
 
         self._require_usable()
         request = StripeRequest(
-            directories, size_bytes, weights, capacities, unit_bytes, any_alignment
+            directories, size_bytes, weights, capacities, unit_bytes, any_alignment, name
         )
         return create(self, request)
+
+    def open_striped_file(
+        self, paths: Sequence[Path], member_bytes: Sequence[int], unit_bytes: int
+    ) -> StripedFile:
+        """Return a striped file again whose members have names, from what its layout said."""
+        from aio_ops.stripe_creation import open_named
+
+        self._require_usable()
+        return open_named(self, paths, member_bytes, unit_bytes)
 
     def submit_read(self, file: TransferFile, offset: int, span: Span) -> Ticket:
         """Start to fill `span` from the file; its bytes are undefined until the ticket is done."""

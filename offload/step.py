@@ -7,19 +7,22 @@ from collections.abc import Callable, Iterable, Sequence
 
 from estimators import Extent, Section, SubGroup
 from offload.arrays import array_at, clear_bytes
-from offload.kernels import AdamWScalars
+from offload.host_view import HostView
 from offload.ledger import Activity
+from offload.operands import Values
+from offload.rules import UpdateScalars
 from offload.slots import Slot
-from offload.state import Array, state_arrays, update_sub_group
-from offload.store import Store
+from offload.state import state_arrays, update_sub_group
+from offload.step_device import StreamedUpdate
+from offload.store import Store, count_use
 
-GradientPieces = Sequence[tuple[int, Array]]
+GradientPieces = Sequence[tuple[int, Values]]
 """(where in the shard, values): gradients of a segment that are not in one array."""
 
 
 def update(
     store: Store,
-    scalars: Sequence[AdamWScalars],
+    scalars: Sequence[UpdateScalars],
     on_segment: Callable[[int], None],
     pieces_of: Callable[[int], GradientPieces | None] = lambda _: None,
 ) -> None:
@@ -46,30 +49,63 @@ def update(
         for position, (group, wanted) in enumerate(zip(groups, reads, strict=True))
         if group.extent is not None and wanted
     )
+    store.parameter_version += 1
     moved: list[str] = []
+
+    def lend(position: int) -> Slot | None:
+        store.before_change(groups[position])
+        while paged and paged[0][0] <= position:
+            paged.popleft()
+        return _lend(store, groups[position], reads[position], (each[1:] for each in paged))
+
+    def note(group: SubGroup) -> None:
+        store.ledger.note("update", _name(store, group))
+        _count_uses(store, group)
+        moved.append(_name(store, group))
+        if group is groups[-1] or groups[len(moved)].segment != group.segment:
+            on_segment(group.segment)
+
     try:
-        for position, group in enumerate(groups):
-            while paged and paged[0][0] <= position:
-                paged.popleft()
-            store.before_change(group)
-            slot = _lend(store, group, reads[position], ((each[1], each[2]) for each in paged))
-            pieces = pieces_of(group.segment)
-            if pieces is None:
-                _update_group(store, group, scalars, slot)
-            else:
-                _update_pieces(store, group, scalars, pieces, slot)
-            moved.append(_name(store, group))
-            if position + 1 == len(groups) or groups[position + 1].segment != group.segment:
-                on_segment(group.segment)
+        if store.plan.request.update_on_device:
+            streamed = StreamedUpdate(store, scalars, pieces_of, note)
+            store.update_fence = streamed.run(groups, lend)
+        else:
+            _update_on_host(store, groups, scalars, lend, (pieces_of, note))
         if store.pager is not None:
             store.pager.drain()
     except BaseException as error:
+        store.device.settle()
         store.fail(
             f"an optimizer step failed midway ({type(error).__name__}); sub-groups already moved:"
             f" {', '.join(moved) or 'none'}"
         )
         raise
     store.drop_gradients()
+
+
+def _update_on_host(
+    store: Store,
+    groups: Sequence[SubGroup],
+    scalars: Sequence[UpdateScalars],
+    lend: Callable[[int], Slot | None],
+    calls: tuple[Callable[[int], GradientPieces | None], Callable[[SubGroup], None]],
+) -> None:
+    pieces_of, note = calls
+    for position, group in enumerate(groups):
+        slot = lend(position)
+        pieces = pieces_of(group.segment)
+        if pieces is None:
+            _update_group(store, group, scalars, slot)
+        else:
+            _update_pieces(store, group, scalars, pieces, slot)
+        note(group)
+
+
+def _count_uses(store: Store, group: SubGroup) -> None:
+    """Count the bytes of a sub-group that its update used where they rest, in memory."""
+    for section, size in store.section_bytes(group).items():
+        if not group.on_nvme(section):
+            count_use(store.ledger, section, group, size)
 
 
 def _name(store: Store, group: SubGroup) -> str:
@@ -116,7 +152,7 @@ def _lend(
 def _update_pieces(
     store: Store,
     group: SubGroup,
-    scalars: Sequence[AdamWScalars],
+    scalars: Sequence[UpdateScalars],
     pieces: GradientPieces,
     slot: Slot | None,
 ) -> None:
@@ -125,14 +161,12 @@ def _update_pieces(
     What lies between the pieces is padding, which is zero and stays so.
     """
     spec = store.plan.request.segments[group.segment]
-    parameter = array_at(
-        store.section_span(group, Section.PARAMETER, slot), spec.element, group.numel
-    )
-    span = store.section_span(group, Section.STATE, slot)
-    state = state_arrays(store.plan, spec, group, span)
+    view = HostView(store, group, slot)
+    parameter = array_at(view.span(Section.PARAMETER), spec.element, group.numel)
+    state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
     with store.ledger.timing(Activity.UPDATE):
         for start, gradient in pieces:
-            low, high = max(start, group.start), min(start + gradient.size, group.stop)
+            low, high = max(start, group.start), min(start + len(gradient), group.stop)
             if low < high:
                 inside = slice(low - group.start, high - group.start)
                 update_sub_group(
@@ -142,30 +176,31 @@ def _update_pieces(
                     state.part(inside),
                     scalars[spec.param_group],
                 )
-    store.ledger.note("update", _name(store, group))
-    store.count_uses(group)
     if slot is not None and store.pager is not None:
         store.pager.page_out(slot, frozenset({Section.STATE}))
         store.written_states.add(group.index)
 
 
 def _update_group(
-    store: Store, group: SubGroup, scalars: Sequence[AdamWScalars], slot: Slot | None
+    store: Store, group: SubGroup, scalars: Sequence[UpdateScalars], slot: Slot | None
 ) -> None:
     spec = store.plan.request.segments[group.segment]
-    gradient = store.section_span(group, Section.GRADIENT, slot)
-    if not store.has_gradient(group.segment):
+    view = HostView(store, group, slot, store.staging)
+    has_gradient = store.has_gradient(group.segment)
+    gradient = view.span(Section.GRADIENT, reads=has_gradient)
+    if not has_gradient:
         clear_bytes(gradient)
+    parameter, state = view.span(Section.PARAMETER), view.span(Section.STATE)
     with store.ledger.timing(Activity.UPDATE):
         update_sub_group(
             store.kernels,
-            array_at(store.section_span(group, Section.PARAMETER, slot), spec.element, group.numel),
+            array_at(parameter, spec.element, group.numel),
             array_at(gradient, spec.gradient, group.numel),
-            state_arrays(store.plan, spec, group, store.section_span(group, Section.STATE, slot)),
+            state_arrays(store.plan, spec, group, state),
             scalars[spec.param_group],
         )
-    store.ledger.note("update", _name(store, group))
-    store.count_uses(group)
+    view.put_back(Section.PARAMETER)
+    view.put_back(Section.STATE)
     if slot is None or store.pager is None:
         return
     changed = frozenset(

@@ -21,6 +21,7 @@ EXEMPT = {
     ("zero/lr_schedules.py", "parameters"): "mirrors the signatures of the field's schedules",
     ("zero/config/__main__.py", "prints"): "a command line",
     ("zero/checkpoint/__main__.py", "prints"): "a command line",
+    ("estimators/command.py", "prints"): "a command line",
     ("estimators/field.py", "prints"): "the field's functions print a table",
     ("aio_ops/tune/command.py", "prints"): "a command line",
     ("aio_ops/doctor/command.py", "prints"): "a command line",

@@ -13,6 +13,7 @@ from zero.checkpoint.surface import ResumeWarning
 from zero.comm import RankError, init_distributed
 from zero.compatibility import initialize
 from zero.config import ZeroConfig, load_config
+from zero.durable import DurableError
 from zero.engine import ZeroEngine
 from zero.errors import CheckpointError, ConfigError, PlanError, ShardedAccessError
 from zero.external import register_external_parameter, unregister_external_parameter
@@ -45,6 +46,7 @@ from zero.weight_files import WeightFileError
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DurableError",
     "GatheredParameters",
     "Init",
     "LoadReport",

@@ -45,6 +45,11 @@ def node_budget(
         return Budget(host, *shares, ranks=local_world_size), "tiers.host_memory"
     available = machine.available_host_bytes()
     share = int(available * machine.HOST_MEMORY_MARGIN) // local_world_size
+    if not request.device_is_host:
+        return Budget(share, *shares, ranks=local_world_size), (
+            f"auto: {machine.HOST_MEMORY_MARGIN:.0%} of {available} bytes available (MemAvailable"
+            f" within the cgroups' limits), for each of {local_world_size} ranks"
+        )
     host, window = _host_beside_device(request, share)
     return Budget(host, *shares, ranks=local_world_size), (
         f"auto: {machine.HOST_MEMORY_MARGIN:.0%} of {available} bytes available (MemAvailable"
@@ -79,7 +84,8 @@ def _host_beside_device(request: PlacementRequest, share_bytes: int) -> tuple[in
 
 def warn_if_beyond_machine(plan: MemoryPlan, local_world_size: int) -> None:
     """Warn if what all ranks of the node will take is more than there is."""
-    wanted = (plan.host_bytes + plan.device_bytes) * local_world_size
+    device_bytes = plan.device_bytes if plan.request.device_is_host else 0
+    wanted = (plan.host_bytes + device_bytes) * local_world_size
     available = machine.available_host_bytes()
     if wanted > available:
         most = plan.host_budget_bytes * local_world_size - (wanted - available)

@@ -10,6 +10,8 @@ from estimators import SegmentSpec
 from offload import Ledger, Store, StoreParts, load_kernels
 from zero import machine
 from zero.comm import Communicator
+from zero.devices import move_buffers
+from zero.durable import DurableRun
 from zero.gradients import GradientReducer
 from zero.materialize import InitFunction, seal_units
 from zero.planning import Blueprint
@@ -24,8 +26,9 @@ def build_runtime(
     communicator: Communicator,
     init_fn: InitFunction | None,
     ledger: Ledger | None = None,
+    durable: DurableRun | None = None,
 ) -> Runtime:
-    """Allocate what the plan says and move the model's values there."""
+    """Allocate what the plan says and move the model's values there, or those of a durable run."""
     model = describe_model(blueprint.plan.memory.request.segments)
     communicator.agree(model, "zero.initialize with a model of its own")
     kernels = load_kernels(thread_count=machine.thread_count(communicator.local_world_size))
@@ -37,11 +40,14 @@ def build_runtime(
         plan.nvme[0].path if plan.nvme else None,
         kernels,
         ledger or Ledger(),
+        device=blueprint.device,
         stripes=plan.nvme,
+        position=communicator.rank,
         burst=tiers.write_burst,
         verify=tiers.verify,
         measures_schedule=tiers.measures_schedule,
         pins_slots=settings.parameter_offload.pin_memory or settings.optimizer_offload.pin_memory,
+        kept=durable.open_file(io, plan) if durable is not None else None,
     )
     store = Store(plan.memory, parts)
     try:
@@ -67,7 +73,10 @@ def build_runtime(
             reducer,
             UnitScheduler(units, store, reducer),
         )
+        if durable is not None:
+            store.is_restored = durable.resume(store)
         seal_units(runtime, init_fn)
+        move_buffers(blueprint.units[0].module, blueprint.device.torch_device)
     except BaseException:
         store.close()
         raise

@@ -95,6 +95,18 @@ class Communicator:
         self.all_gather_in_place(rows.view(-1))
         return rows
 
+    def gather_texts(self, text: str) -> list[str]:
+        """Return the texts of all ranks, which may differ in length."""
+        raw = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8)
+        lengths = self.gather_rows(torch.tensor([raw.numel()])).reshape(-1).tolist()
+        row = torch.zeros(max(lengths), dtype=torch.uint8)
+        row[: raw.numel()] = raw
+        rows = self.gather_rows(row)
+        return [
+            bytes(each[: length - 1].tolist()).decode()
+            for each, length in zip(rows, lengths, strict=True)
+        ]
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite `tensor`, contiguous, with the values of rank `source`."""
         if self.world_size > 1 and tensor.numel():

@@ -16,6 +16,7 @@ from torch import nn
 from offload import Ledger, update
 from zero.checkpoint.background import BackgroundSave
 from zero.checkpoint.engine_calls import CheckpointCalls
+from zero.durable import DurableRun
 from zero.errors import ConfigError
 from zero.hooks import ModuleHook
 from zero.integrity import adopt_replaced, check_model, find_slots, managed_parameters
@@ -26,6 +27,7 @@ from zero.memory import memory_lines, memory_report, warn_if_exceeded
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Blueprint, Plan
 from zero.replan import History, Resize, group_unfrozen, has_changed, rebuild
+from zero.replicated import gather_values
 from zero.run_state import describe_configured
 from zero.runtime import Runtime
 from zero.settings import Settings
@@ -65,6 +67,8 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self.resume_report: tuple[str, ...] = ()
         """What differed between the run that was loaded last and this one."""
         self.training_dataloader: ResumableLoader | None = None
+        self.durable: DurableRun | None = None
+        """What `tiers.durable` asked for: what was resumed, and `commit()`."""
         self.configured_groups = describe_configured(optimizer)
         """Hyper-parameters of the parameter groups before anything was loaded or scheduled."""
         self.plan: Plan = blueprint.plan
@@ -109,6 +113,16 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             )
         self._finalizer = weakref.finalize(self, runtime.store.close)
 
+    def adopt(self, durable: DurableRun) -> None:
+        """Belong to a durable run: take up its state, and commit to it from now on."""
+        self.durable = durable
+        weakref.finalize(self, durable.close)
+        try:
+            durable.restore_engine(self)
+        except BaseException:
+            self.destroy()
+            raise
+
     @property
     def ledger(self) -> Ledger:
         """Bytes and waits of this engine."""
@@ -122,7 +136,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             if not self._settings.autocasts:
                 return self.module(*args, **kwargs)
             # Without the cache, which would keep a cast copy of every unit until backward.
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
                 return self.module(*args, **kwargs)
         except BaseException:
             if torch._C._current_graph_task_id() == -1:
@@ -197,6 +211,8 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self.loss_scaler.update_scale(not math.isfinite(norm), reducer.not_finite)
         if self.lr_scheduler is not None and math.isfinite(norm):
             self._step_schedule()
+        if self.durable is not None:
+            self.durable.after_step(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  torch's own
         """Drop the gradients accumulated so far."""
@@ -262,8 +278,12 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self._runtime.drop_gradients()
         self._finalizer()
         self._runtime.store.heap.trim()
+        if self.durable is not None:
+            self.durable.close()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
+        if self.durable is not None:
+            self.durable.deliver_pending()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
@@ -298,6 +318,8 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             self._history.updates + 1, coefficient / self.loss_scaler.cur_scale, self._groups
         )
         segments = self._runtime.segments
+        for unit in self._runtime.units:
+            unit.drop_prefetched(self._runtime.store)
         for segment in segments:
             segment.commit(self._runtime.store)
         reducer = self._runtime.reducer
@@ -308,7 +330,8 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             lambda index: reducer.kept.pieces(segments[index]) if reducer is not None else None,
         )
         for segment in segments:
-            segment.accept_changes()
+            if segment.spec.trainable:
+                gather_values(segment, self.ledger)
         self._history.updates += 1
 
     def _step_schedule(self) -> None:
@@ -406,6 +429,12 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
 
     def _plan_anew(self, resize: Resize | None) -> None:
         """Build the runtime anew for a model that has changed, see [Note: replan]."""
+        if self.durable is not None:
+            raise RuntimeError(
+                "parameters of a durable run cannot be resized, frozen, unfrozen or grouped while"
+                " it lives: its commits belong to one plan. Do it before zero.initialize, or save a"
+                " checkpoint and load it into a run of another tiers.durable.name"
+            )
         if self.optimizer is None or self._micro_batches or not self._is_idle:
             raise RuntimeError(
                 "parameters can be resized, frozen and unfrozen between steps of an engine with an"

@@ -15,7 +15,7 @@ from zero.nursery import NurserySource
 from zero.parameter import reference_of
 from zero.runtime import Runtime
 from zero.source import StoreSource
-from zero.unit import Segment, Unit, write_members
+from zero.unit import Checksums, Segment, Unit, write_members
 from zero.units import ManagedParameter
 
 
@@ -43,7 +43,7 @@ class GatheredParameters:
         """Parameters that no engine has yet."""
         self._before: dict[int, torch.Tensor] = {}
         self._versions: dict[int, list[int]] = {}
-        self._checksums: dict[int, list[int]] = {}
+        self._checksums: dict[int, Checksums] = {}
         self._snapshots: dict[int, torch.Tensor] = {}
         self._earlier: dict[int, list[ManagedParameter]] = {}
         """What was changed in place before the block, and not taken over yet."""

@@ -11,17 +11,14 @@ the next backward would add it without a word.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
 
 from estimators import Section, Tier
 from offload import Store, array_at, tensor_span
 from offload.arrays import torch_dtype
+from offload.operands import Values
 from zero.unit import Segment
-
-Array = np.ndarray[Any, Any]
 
 
 def refuse_set_gradients(segments: Sequence[Segment]) -> None:
@@ -59,6 +56,8 @@ class KeptGradients:
         """Tell whether a gradient of a segment can be kept as it is."""
         return (
             segment.is_in_place
+            and not segment.is_replicated
+            and (self._store.device.is_host or self._store.plan.request.update_on_device)
             and (segment.index in self._kept or not self._store.has_gradient(segment.index))
             and self._store.plan.segment_tier(segment.index, Section.GRADIENT) is Tier.DEVICE
             and gradient.dtype is torch_dtype(segment.spec.gradient)
@@ -96,21 +95,23 @@ class KeptGradients:
         gradient = self._kept.get(segment.index, {}).get(position)
         return gradient.reshape(-1) if gradient is not None else None
 
-    def pieces(self, segment: Segment) -> Sequence[tuple[int, Array]] | None:
+    def pieces(self, segment: Segment) -> Sequence[tuple[int, Values]] | None:
         """Return `(where in the shard, values)` of each parameter, or None if none are kept.
 
-        A parameter without a gradient has zeros.
+        A parameter without a gradient has zeros. Values are tensors on a device, else arrays.
         """
         if segment.index not in self._kept:
             return None
-        found = []
+        found: list[tuple[int, Values]] = []
         for position, (offset, numel) in enumerate(
             zip(segment.layout.offsets, segment.layout.numels, strict=True)
         ):
             gradient = self.gradient(segment, position)
             if gradient is None:
-                gradient = torch.zeros(numel, dtype=torch_dtype(segment.spec.gradient))
-            if numel:
+                gradient = self._store.device.zeros(numel, torch_dtype(segment.spec.gradient))
+            if numel and not self._store.device.is_host:
+                found.append((offset, gradient))
+            elif numel:
                 array = array_at(tensor_span(gradient), segment.spec.gradient, numel)
                 found.append((offset, array))
         return found
@@ -120,12 +121,13 @@ class KeptGradients:
         kept = self._kept.pop(segment.index, None)
         if kept is None:
             return
-        shard = torch.zeros(segment.layout.padded_numel, dtype=torch_dtype(segment.spec.gradient))
+        device = self._store.device
+        shard = device.zeros(segment.layout.padded_numel, torch_dtype(segment.spec.gradient))
         for position, gradient in kept.items():
             offset, numel = segment.layout.offsets[position], segment.layout.numels[position]
             shard[offset : offset + numel] = gradient.reshape(-1)
         self._store.forget_gradient(segment.index)
-        self._store.add_gradient(segment.index, tensor_span(shard))
+        device.join(self._store.add_gradient(segment.index, device.memory_of(shard)))
 
     def abandon(self) -> None:
         """Drop what a failed backward has delivered."""

@@ -35,19 +35,32 @@ class NvmeSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class DurableSettings:
+    """A run that is kept under a name, and how often it commits."""
+
+    name: str
+    every_steps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class TierSettings:
     """How much of each tier a node gives; None means decided from the machine ("auto")."""
 
+    device: str = "auto"
+    """Where the model computes: "cpu", "cuda", or "auto"."""
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     nvme: tuple[NvmeSettings, ...] = ()
     state_format: StateFormat = StateFormat.EXACT
+    update_device: str = "auto"
+    """Where the optimizer runs: "cpu", "device", or "auto"."""
     measures_bandwidth: bool = False
     slot_count: int | None = None
     write_burst: int = 0
     measures_schedule: bool = False
     verify: bool = False
     keep_last_checkpoints: int | None = None
+    durable: DurableSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)

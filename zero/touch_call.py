@@ -98,23 +98,9 @@ class Call:
             self._gather(item, blank=blank is item)
         args = self._replace(self._args)
         kwargs = self._replace(self._kwargs)
-        try:
-            result = self._func(*args, **kwargs)
-            self._write_back()
-            self._close(is_done=True)
-        except BaseException:
-            self._close(is_done=False)
-            raise
+        result = self._func(*args, **kwargs)
+        self._write_back()
         return self._wrap(result)
-
-    def _close(self, *, is_done: bool) -> None:
-        """Bury what no graph of the caller holds, see [Note: burial]."""
-        for copy in self._copies.values():
-            grave = copy.source.grave()
-            if grave is not None:
-                if is_done and copy.node is not None:
-                    grave.keep_open(copy.node)
-                grave.close(copy.parameter)
 
     def _join(self, sharded: list[Sharded]) -> None:
         if not sharded:
@@ -151,7 +137,7 @@ class Call:
                 )
             with torch.inference_mode(mode=False), torch.no_grad():
                 full = (
-                    torch.empty(source.shape, dtype=source.dtype(field))
+                    torch.empty(source.shape, dtype=source.dtype(field), device=source.device)
                     if blank
                     else source.read(field)
                 )
@@ -159,9 +145,6 @@ class Call:
             self._copies[key] = _Copy(parameter, source, field, full, full._version)
         copy = self._copies[key]
         if copy.node is None and follows_gradient(item):
-            grave = source.grave() if isinstance(copy.parameter, ShardedParameter) else None
-            if grave is not None:
-                grave.lay_open(copy.parameter)
             copy.full = _HandGradient.apply(copy.parameter, [copy.full])  # type: ignore[no-untyped-call]
             copy.node = copy.full.grad_fn
 

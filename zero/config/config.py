@@ -19,6 +19,7 @@ from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.settings import (
     AioSettings,
     BatchSettings,
+    DurableSettings,
     NamedFactory,
     NvmeSettings,
     OffloadSettings,
@@ -166,16 +167,19 @@ class ZeroConfig(Document):
     def _tier_settings(self) -> TierSettings:
         tiers = self.tiers or Tiers()
         return TierSettings(
+            device=tiers.device,
             device_memory_bytes=tiers.device_memory,
             host_memory_bytes=tiers.host_memory,
             nvme=self.nvme_paths(),
             state_format=StateFormat(tiers.state_format),
+            update_device=tiers.update_device,
             measures_bandwidth=tiers.measure_bandwidth,
             slot_count=tiers.slot_count,
             write_burst=tiers.write_burst,
             measures_schedule=tiers.io_schedule == "measure",
             verify=tiers.verify,
             keep_last_checkpoints=tiers.keep_last_checkpoints,
+            durable=DurableSettings(**tiers.durable) if tiers.durable else None,
         )
 
     def _scheduler_factory(self) -> NamedFactory | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from zero.config import other_models as other
 from zero.config.keys import Auto, Section, key, no_effect, refused
 from zero.config.names import OPTIMIZERS
-from zero.config.other_values import ByteSize, FolderPath, Free, Parameters, Text
+from zero.config.other_values import ByteSize, DurableRun, FolderPath, Free, Parameters, Text
 from zero.config.values import Choice, Integer, Number, Switch
 from zero.config.zero_models import ZeroOptimization
 
@@ -47,6 +47,11 @@ class NvmePath(Section):
 class Tiers(Section):
     """How much of each tier a node gives (ours; the field has nothing like it)."""
 
+    device: Annotated[str, Choice(words=("auto", "cpu", "cuda"))] = key(
+        "where the model computes: auto is a CUDA device where torch finds one, else the processor",
+        default="auto",
+        auto=Auto.MACHINE,
+    )
     device_memory: Annotated[int | None, ByteSize(auto=True)] = key(
         "device memory of the node for state", default=None, auto=Auto.MACHINE
     )
@@ -83,14 +88,16 @@ class Tiers(Section):
     state_format: Annotated[str, Choice(words=("exact", "fp32"), later=("bf16", "compact"))] = key(
         "how state beside a 16-bit parameter is stored", default="exact"
     )
-    update_device: Annotated[str, Choice(words=("auto", "cpu"), later=("device",))] = key(
-        "where the optimizer runs", default="auto", auto=Auto.MACHINE
+    update_device: Annotated[str, Choice(words=("auto", "cpu", "device"))] = key(
+        "where the optimizer runs: device streams state through a GPU, at the speed of its link;"
+        " auto does so where there is one",
+        default="auto",
+        auto=Auto.MACHINE,
     )
-    durable: Annotated[Any, Free()] = refused(
-        "keep training state on NVMe over a crash",
+    durable: Annotated[dict[str, Any] | None, DurableRun()] = key(
+        "keep the run under a name in the directories of tiers.nvme, committed every so many"
+        " steps: whatever kills it, zero.initialize resumes at the last commit (docs/durable.md)",
         default=False,
-        why=_LATER,
-        instead="write false",
     )
     verify: _SWITCH = key(
         "check at every page-in that NVMe gives back the bytes that were written (xxhash)",
@@ -193,7 +200,7 @@ class Bf16(Section):
     check_grad_overflow: _SWITCH = no_effect(
         "look for gradients that are not finite",
         default=True,
-        why="the field reads it in stages 1 and 2",
+        why="they are always looked for",
     )
     bf16_master_weights_and_grads: _SWITCH = refused(
         "keep no fp32 master",
@@ -297,7 +304,7 @@ class Document(Section):
     )
     gradient_allreduce_op: Annotated[str, Choice(words=("mean", "sum"))] = _unsupported(
         "how gradients are reduced",
-        "ZeRO-3 averages them",
+        "they are averaged",
         "scale the loss yourself",
         default="mean",
     )
