@@ -11,7 +11,7 @@ from aio_ops import Engine, HostArena
 from estimators import Section, SubGroup
 from offload.arrays import clear_bytes
 from offload.host_view import HostView
-from offload.ranges import Field, _copy_out, _lend, _sections, _stored, put_field, sections_set_by
+from offload.ranges import Field, _lend, _sections, _stored, copy_field, put_field, sections_set_by
 from offload.slots import Slot
 from offload.store import Store
 from offload.transfers import JointTicket
@@ -23,24 +23,24 @@ class GroupReader:
     def __init__(self, store: Store, group: SubGroup, slot: Slot | None) -> None:
         self._store = store
         self._group = group
-        self._slot = slot
+        self._view = HostView(store, group, slot)
 
     def copy(self, field: Field, first: int, target: torch.Tensor) -> None:
         """Fill `target` from element `first` of the sub-group on, in the field's type."""
-        _copy_out(self._store, self._group, self._slot, field, (first, target))
+        copy_field(self._store, self._group, self._view, field, (first, target))
 
 
 class GroupWriter:
     """The fields of one sub-group, as long as it is lent; each element is set."""
 
-    def __init__(self, store: Store, group: SubGroup, slot: Slot | None) -> None:
+    def __init__(self, store: Store, group: SubGroup, view: HostView) -> None:
         self._store = store
         self._group = group
-        self._slot = slot
+        self._view = view
 
     def put(self, field: Field, first: int, values: torch.Tensor) -> None:
         """Set elements from `first` of the sub-group on, and what follows from them."""
-        put_field(self._store, self._group, self._slot, field, (first, values))
+        put_field(self._store, self._group, self._view, field, (first, values))
 
 
 @contextmanager
@@ -85,25 +85,20 @@ def write_group(
     """
     store.require_intact()
     store.before_change(group)
+    store.parameter_version += 1
     changed = frozenset(
         section for field in fields for section in sections_set_by(store, group, field)
     )
     paged = frozenset(section for section in changed if group.on_nvme(section))
-    slot: Slot | None = None
-    if paged and group.extent is not None and store.pager is not None:
-        if keeps:
-            slot = _lend(store, group, changed)
-        else:
-            slot = store.pager.blank(group.extent)
-            for section in paged:
-                clear_bytes(slot.section(section))
-    if not keeps:
-        view = HostView(store, group, None)
-        for section in changed - paged:
-            clear_bytes(view.span(section, reads=False))
-            view.put_back(section)
+    slot = _lend_to_set(store, group, changed, keeps=keeps)
     try:
-        yield GroupWriter(store, group, slot)
+        view = HostView(store, group, slot)
+        if not keeps:
+            for section in changed - paged:
+                clear_bytes(view.span(section, reads=False))
+        yield GroupWriter(store, group, view)
+        for section in changed - paged:
+            view.put_back(section)
     except BaseException:
         if slot is not None and store.pager is not None:
             store.pager.release(slot)
@@ -112,6 +107,19 @@ def write_group(
         store.pager.page_out(slot, paged)
         if Section.STATE in paged:
             store.written_states.add(group.index)
+
+
+def _lend_to_set(
+    store: Store, group: SubGroup, changed: frozenset[Section], *, keeps: bool
+) -> Slot | None:
+    """Return a slot in which sections can be set, with what stays of them, or zeros."""
+    paged = [section for section in changed if group.on_nvme(section)]
+    if keeps or not paged or group.extent is None or store.pager is None:
+        return _lend(store, group, changed)
+    slot = store.pager.blank(group.extent)
+    for section in paged:
+        clear_bytes(slot.section(section))
+    return slot
 
 
 class ExtentReader:

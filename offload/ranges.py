@@ -222,7 +222,13 @@ def _copy_out(
     store: Store, group: SubGroup, slot: Slot | None, field: Field, part: tuple[int, torch.Tensor]
 ) -> None:
     """Copy a field of a lent sub-group, from an element on, into a tensor."""
-    view = HostView(store, group, slot)
+    copy_field(store, group, HostView(store, group, slot), field, part)
+
+
+def copy_field(
+    store: Store, group: SubGroup, view: HostView, field: Field, part: tuple[int, torch.Tensor]
+) -> None:
+    """Copy a field of a sub-group that is in host memory, from an element on, into a tensor."""
     first, target = part
     chosen = slice(first, first + target.numel())
     spec = store.plan.request.segments[group.segment]
@@ -255,7 +261,10 @@ def _write_group(
     sections = sections_set_by(store, group, field)
     slot = _lend(store, group, sections)
     try:
-        put_field(store, group, slot, field, (first, values))
+        view = HostView(store, group, slot)
+        put_field(store, group, view, field, (first, values))
+        for section in sections:
+            view.put_back(section)
     except BaseException:
         if slot is not None and store.pager is not None:
             store.pager.release(slot)
@@ -282,20 +291,17 @@ def sections_set_by(store: Store, group: SubGroup, field: Field) -> frozenset[Se
 
 
 def put_field(
-    store: Store,
-    group: SubGroup,
-    slot: Slot | None,
-    field: Field,
-    part: tuple[int, torch.Tensor],
+    store: Store, group: SubGroup, view: HostView, field: Field, part: tuple[int, torch.Tensor]
 ) -> None:
-    """Set elements of a lent sub-group, from an element on, and what follows from them."""
+    """Set elements of a sub-group in host memory, from an element on, and what follows.
+
+    Whoever calls puts the sections back that are set, see `sections_set_by`.
+    """
     first, values = part
     spec = store.plan.request.segments[group.segment]
-    view = HostView(store, group, slot)
     if field is Field.GRADIENT:
         span = view.span(Section.GRADIENT)
         tensor_at(span, spec.gradient, group.numel)[first : first + values.numel()] = values
-        view.put_back(Section.GRADIENT)
         return
     kept: Mapping[StateField, Array]
     if field in (Field.EXP_AVG, Field.EXP_AVG_SQ):
@@ -308,7 +314,6 @@ def put_field(
     if kept and group.tier(Section.STATE) is not None:
         state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
         _put_state(state, first, kept)
-        view.put_back(Section.STATE)
 
 
 _MOMENTS = {Field.EXP_AVG: StateField.EXP_AVG, Field.EXP_AVG_SQ: StateField.EXP_AVG_SQ}
@@ -319,7 +324,6 @@ def _put_parameter(view: HostView, spec: SegmentSpec, first: int, raw: Array) ->
     array = array_at(span, ElementType.INT16, span.size_bytes // 2).view(np.uint8)
     begin = first * spec.element.size_bytes
     array[begin : begin + raw.size] = raw
-    view.put_back(Section.PARAMETER)
 
 
 def _put_state(state: StateArrays, first: int, fields: Mapping[StateField, Array]) -> None:

@@ -34,6 +34,7 @@ from zero.checkpoint.manifest import (
     PieceEntry,
 )
 from zero.errors import CheckpointError
+from zero.replicated import gather_values
 from zero.runtime import Runtime
 from zero.unit import Segment
 
@@ -269,7 +270,7 @@ class ShardLoader:
     def _settle(self, segment: Segment) -> None:
         """Tell whoever depends on the values that they changed."""
         segment.forget_values()
-        segment.accept_changes()
+        gather_values(segment, self._store.ledger)
         reducer = self._runtime.reducer
         if reducer is None or not self._store.has_gradient(segment.index):
             return

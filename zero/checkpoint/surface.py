@@ -38,7 +38,7 @@ from zero.parameter import reference_of
 from zero.plain import from_plain
 from zero.replan import keep_moments
 from zero.run_state import RestoreParts, RunState, restore, window_survives
-from zero.unit import Segment
+from zero.runtime import Runtime
 from zero.units import ManagedParameter
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def save_checkpoint(engine: ZeroEngine, request: SaveRequest, *, blocking: bool)
         groups = runtime.store.plan.sub_groups
         for position, group in enumerate(groups):
             fields = save.file.fields(group)
-            now = fields if blocking else fields & _changing(runtime.segments[group.segment])
+            now = fields & _changing(runtime, group, blocking=blocking)
             if now:
                 with read_group(runtime.store, group, now, groups[position + 1 :]) as reader:
                     save.file.write_group(group, reader.copy, now)
@@ -103,8 +103,15 @@ def wait_for_checkpoint(engine: ZeroEngine) -> Path | None:
     return pending.wait() if pending is not None else None
 
 
-def _changing(segment: Segment) -> frozenset[Field]:
-    """Return the fields that may change without `Store.before_change`."""
+def _changing(runtime: Runtime, group: SubGroup, *, blocking: bool) -> frozenset[Field]:
+    """Return the fields to copy at once: all, or those that may change without a word.
+
+    What rests on a GPU, or in two copies of a durable run, is read by its owner alone.
+    """
+    store, segment = runtime.store, runtime.segments[group.segment]
+    has_copies = store.transfers is not None and store.transfers.has_copies
+    if blocking or has_copies or not store.device.is_host:
+        return frozenset(Field)
     if segment.is_in_place:
         return frozenset({Field.GRADIENT, Field.PARAMETER, Field.MASTER})
     return frozenset({Field.GRADIENT})

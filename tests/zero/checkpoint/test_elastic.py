@@ -139,3 +139,30 @@ def test_a_rank_that_stays_away_is_named(scratch: Path) -> None:
     assert "needs all 2 ranks" in said
     assert "Ranks 1 failed" in said
     assert not (scratch / "ck").exists()
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(1, 2), (2, 1)])
+def test_stages_with_whole_parameters_go_on(scratch: Path, stage: int, world_size: int) -> None:
+    """Saved in one stage half way through a window, resumed in it and in stage 3."""
+
+    def run(source: Path | None, steps: tuple[int, int], stage: int, target: Path) -> Any:
+        def work(rank: int) -> list[Any]:
+            options = config("none", scratch, dtype="bf16")
+            options["zero_optimization"]["stage"] = stage
+            engine = zero.initialize(model=model(), config=options)[0]
+            if source is not None:
+                engine.load_checkpoint(source)
+            train(engine, *steps, rank)
+            engine.save_checkpoint(target)
+            value = engine(*make_batch(99)).item()
+            found = [state_digest(engine), value]
+            engine.destroy()
+            return found
+
+        return work
+
+    whole = on_ranks(run(None, (0, 8), stage, scratch / "w"), world_size, scratch)
+    on_ranks(run(None, (0, 5), stage, scratch / "ck"), world_size, scratch)
+    for resumed in (stage, 3):
+        work = run(scratch / "ck", (5, 8), resumed, scratch / f"r{resumed}")
+        assert on_ranks(work, world_size, scratch) == whole, f"stage {resumed}"
