@@ -8,7 +8,16 @@ from estimators.field import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from estimators.formats import ElementType, StateField, StateFormat, record_layout
+from estimators.formats import (
+    CODE_BLOCK_NUMEL,
+    ElementType,
+    RecordLayout,
+    StateField,
+    StateFormat,
+    UpdateRule,
+    record_fields,
+    record_layout,
+)
 from estimators.layout import (
     SHARD_ALIGNMENT_NUMEL,
     FlatLayout,
@@ -27,6 +36,7 @@ from estimators.summary import MemoryPlan, PlanRow, SlotPlan, StepTraffic, step_
 
 __all__ = [
     "ASSUMED_RATES",
+    "CODE_BLOCK_NUMEL",
     "SHARD_ALIGNMENT_NUMEL",
     "Budget",
     "DriveRates",
@@ -38,6 +48,7 @@ __all__ = [
     "PlacementRequest",
     "PlanError",
     "PlanRow",
+    "RecordLayout",
     "ResidentCopy",
     "Section",
     "SegmentSpec",
@@ -47,6 +58,7 @@ __all__ = [
     "StepTraffic",
     "SubGroup",
     "Tier",
+    "UpdateRule",
     "align_up",
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",
@@ -57,6 +69,7 @@ __all__ = [
     "flat_layout",
     "minimum_host_bytes",
     "plan_placement",
+    "record_fields",
     "record_layout",
     "shard_bounds",
     "shard_pieces",

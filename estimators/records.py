@@ -6,9 +6,16 @@ import enum
 from collections.abc import Container
 from dataclasses import dataclass
 
-from estimators.formats import record_layout
-from estimators.layout import align_up
+from estimators.layout import SHARD_ALIGNMENT_NUMEL, align_up
 from estimators.segments import PlacementRequest, SegmentSpec, Tier
+
+STAGED_BYTES = 64 << 20
+"""Most bytes of a sub-group that passes between host and device: larger copies are no faster."""
+
+_STAGED_ALIGNMENT_BYTES = 4096
+
+DEVICE_BUFFER_COUNT = 3
+"""Buffers on a device that updates: one is copied in, one updated, one copied out."""
 
 
 class Section(enum.IntEnum):
@@ -164,8 +171,7 @@ def section_bytes(
     sizes = {Section.PARAMETER: numel * segment.element.size_bytes}
     if segment.trainable and request.trains:
         sizes[Section.GRADIENT] = numel * segment.gradient.size_bytes
-        layout = record_layout(request.state_format, segment.element, numel)
-        sizes[Section.STATE] = layout.size_bytes
+        sizes[Section.STATE] = request.record_of(segment, numel).size_bytes
     return dict(sorted(sizes.items()))
 
 
@@ -186,3 +192,50 @@ def staged_bytes(request: PlacementRequest, segment: SegmentSpec, numel: int) ->
         for section, size in section_bytes(request, segment, numel).items()
         if lowest[section] is Tier.NVME
     )
+
+
+def sub_group_cap(request: PlacementRequest, segment: SegmentSpec) -> int:
+    """Return the most elements of a sub-group of a segment, whatever slots there are.
+
+    Beside a device, sub-groups pass through staging buffers, so they are no larger than those.
+    """
+    shard_numel = segment.layout(request.world_size).shard_numel
+    cap = min(request.sub_group_numel, shard_numel)
+    if not request.device_is_host and segment.trainable and request.trains:
+        line_bytes = sum(section_bytes(request, segment, SHARD_ALIGNMENT_NUMEL).values())
+        cap = min(cap, STAGED_BYTES // line_bytes * SHARD_ALIGNMENT_NUMEL)
+    return max(cap, SHARD_ALIGNMENT_NUMEL)
+
+
+def host_staging_bytes(request: PlacementRequest) -> int:
+    """Return the host memory that the processor needs to update what rests on a device."""
+    if request.device_is_host or request.update_on_device or not request.trains:
+        return 0
+    lowest = lowest_tiers(request)
+    return max(
+        (
+            sum(
+                align_up(size, _STAGED_ALIGNMENT_BYTES)
+                for section, size in section_bytes(
+                    request, segment, sub_group_cap(request, segment)
+                ).items()
+                if lowest[section] is Tier.DEVICE
+            )
+            for segment in request.segments
+            if segment.trainable and segment.layout(request.world_size).shard_numel
+        ),
+        default=0,
+    )
+
+
+def staged_offsets(
+    request: PlacementRequest, segment: SegmentSpec, group: SubGroup
+) -> dict[Section, int]:
+    """Return where the sections of a sub-group that do not rest on the device lie in a buffer."""
+    offsets = {}
+    end = 0
+    for section, size in section_bytes(request, segment, group.numel).items():
+        if group.tier(section) is not Tier.DEVICE:
+            offsets[section] = end
+            end = align_up(end + size, _STAGED_ALIGNMENT_BYTES)
+    return offsets

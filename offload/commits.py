@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from aio_ops import Span, Ticket, TransferFile
 from estimators import Extent, MemoryPlan, ResidentCopy, Section
 from offload.copies import Copies, CopyEntry, checksum_of
+from offload.device import Memory
 from offload.ledger import Activity, Link
 from offload.store import Store
 from offload.transfers import CorruptionError
@@ -29,7 +30,7 @@ def layout_digest(plan: MemoryPlan) -> str:
     groups = [(each.segment, each.start, each.stop, each.extent) for each in plan.sub_groups]
     segments = plan.request.segments
     described = repr((segments, plan.request.world_size, groups, plan.resident_copies))
-    state = plan.request.state_format.value
+    state = f"{plan.request.state_format.value} {plan.request.rule.value}"
     return hashlib.blake2b((described + state).encode(), digest_size=16).hexdigest()
 
 
@@ -103,7 +104,7 @@ class StoreCommits:
 
     def _write_resident(self, copy: ResidentCopy) -> Ticket | None:
         """Start to write one resident copy; None if it is as the last commit has it."""
-        span = self._store.residents.span(copy.section, copy.segment)
+        span = self._on_host(self._store.residents.memory(copy.section, copy.segment))
         checksum = checksum_of(span)
         place = copy.offsets[0]
         known = self._copies.current(place)
@@ -156,11 +157,24 @@ class StoreCommits:
                     raise self._corrupt(f"it does not have the parameters of {extent.name}")
 
     def _read_resident(self, copy: ResidentCopy, entry: CopyEntry) -> int:
-        span = self._store.residents.span(copy.section, copy.segment)
+        memory = self._store.residents.memory(copy.section, copy.segment)
+        span = self._on_host(memory)
         self._store.engine.submit_read(self._file, copy.offsets[entry.copy], span).wait()
         if checksum_of(span) != entry.checksum:
             raise self._corrupt(f"{copy.name} at {copy.offsets[entry.copy]} has another checksum")
+        if not isinstance(memory, Span):
+            self._store.device.copy(span, memory).wait()
         return copy.size_bytes
+
+    def _on_host(self, memory: Memory) -> Span:
+        """Return the memory itself, or a copy on the host of what rests on another device."""
+        if isinstance(memory, Span):
+            return memory
+        device = self._store.device
+        device.settle()
+        span = device.arena(memory.size_bytes).whole()
+        device.copy(memory, span).wait()
+        return span
 
     def _check_sections(self, sections: Sequence[tuple[Extent, Section, CopyEntry]]) -> int:
         """Read sections through the slots, several at a time, and compare their checksums."""

@@ -10,6 +10,7 @@ import torch
 from aio_ops import Engine, HostArena
 from estimators import Section, SubGroup
 from offload.arrays import clear_bytes
+from offload.host_view import HostView
 from offload.ranges import Field, _copy_out, _lend, _sections, _stored, put_field, sections_set_by
 from offload.slots import Slot
 from offload.store import Store
@@ -97,8 +98,10 @@ def write_group(
             for section in paged:
                 clear_bytes(slot.section(section))
     if not keeps:
+        view = HostView(store, group, None)
         for section in changed - paged:
-            clear_bytes(store.section_span(group, section, None))
+            clear_bytes(view.span(section, reads=False))
+            view.put_back(section)
     try:
         yield GroupWriter(store, group, slot)
     except BaseException:

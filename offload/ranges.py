@@ -16,10 +16,12 @@ from typing import Any, assert_never
 import numpy as np
 import torch
 
-from estimators import ElementType, Section, StateField, SubGroup
-from offload.arrays import array_at, clear_bytes, tensor_at, tensor_span, torch_dtype
+from estimators import ElementType, Section, SegmentSpec, StateField, SubGroup
+from offload.arrays import array_at, clear_bytes, tensor_at, torch_dtype
+from offload.host_view import HostView
+from offload.operands import StateArrays
 from offload.slots import Slot
-from offload.state import state_arrays
+from offload.state import master_values, moment_values, put_moment, state_arrays
 from offload.store import Store
 from offload.write import encode_masters
 
@@ -57,11 +59,15 @@ def has_field(store: Store, segment: int, field: Field) -> bool:
         return True
     if not (request.trains and request.segments[segment].trainable):
         return False
+    if field in _MOMENTS:
+        return _MOMENTS[field] in request.rule.moments
     return field is not Field.GRADIENT or store.has_gradient(segment)
 
 
 def read_range(store: Store, segment: int, field: Field, start: int, stop: int) -> torch.Tensor:
     """Return a private copy of elements `[start, stop)` of a field, shape `[stop - start]`.
+
+    It is in host memory.
 
     Raises:
         PageError: if a page-in failed.
@@ -80,12 +86,16 @@ def read_range(store: Store, segment: int, field: Field, start: int, stop: int) 
 def write_range(store: Store, segment: int, field: Field, start: int, values: torch.Tensor) -> None:
     """Set elements of a field from `start` on; `values` are of the field's type, contiguous.
 
+    They may lie on any device.
+
     Raises:
         PageError: if a transfer failed.
     """
     store.require_intact()
     if field is Field.GRADIENT:
         ensure_gradient(store, segment)
+    store.parameter_version += 1
+    values = values.cpu()
     stop = start + values.numel()
     for group in store.plan.by_segment[segment]:
         low, high = max(start, group.start), min(stop, group.stop)
@@ -105,8 +115,9 @@ def ensure_gradient(store: Store, segment: int) -> None:
         return
     numel = sum(group.numel for group in store.plan.by_segment[segment])
     if numel:
-        zeros = torch.zeros(numel, dtype=field_dtype(store, segment, Field.GRADIENT))
-        store.add_gradient(segment, tensor_span(zeros))
+        zeros = store.device.zeros(numel, field_dtype(store, segment, Field.GRADIENT))
+        fence = store.add_gradient(segment, store.device.memory_of(zeros))
+        store.device.join(fence)
     else:
         store.note_gradient(segment)  # the other ranks have all of it
 
@@ -211,32 +222,26 @@ def _copy_out(
     store: Store, group: SubGroup, slot: Slot | None, field: Field, part: tuple[int, torch.Tensor]
 ) -> None:
     """Copy a field of a lent sub-group, from an element on, into a tensor."""
+    view = HostView(store, group, slot)
     first, target = part
     chosen = slice(first, first + target.numel())
     spec = store.plan.request.segments[group.segment]
     if field is Field.PARAMETER or (field is Field.MASTER and spec.element is ElementType.FP32):
-        span = store.section_span(group, Section.PARAMETER, slot)
+        span = view.span(Section.PARAMETER)
         target.copy_(tensor_at(span, spec.element, group.numel)[chosen])
     elif field is Field.GRADIENT:
         if store.has_gradient(group.segment):
-            span = store.section_span(group, Section.GRADIENT, slot)
+            span = view.span(Section.GRADIENT)
             target.copy_(tensor_at(span, spec.gradient, group.numel)[chosen])
     else:
-        span = store.section_span(group, Section.STATE, slot)
-        state = state_arrays(store.plan, spec, group, span)
-        if field is Field.MASTER and state.residual is not None:
-            parameter = store.section_span(group, Section.PARAMETER, slot)
-            store.kernels.join_master(
-                array_at(parameter, spec.element, group.numel)[chosen],
-                state.residual[chosen],
-                target.numpy(),
+        state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
+        if field is Field.MASTER:
+            parameter = view.span(Section.PARAMETER)
+            array = master_values(
+                store.kernels, array_at(parameter, spec.element, group.numel), state
             )
-            return
-        array = {
-            Field.MASTER: state.master,
-            Field.EXP_AVG: state.exp_avg,
-            Field.EXP_AVG_SQ: state.exp_avg_sq,
-        }[field]
+        else:
+            array = moment_values(state, _MOMENTS[field])
         if array is not None:
             target.numpy()[:] = array[chosen]
 
@@ -286,47 +291,43 @@ def put_field(
     """Set elements of a lent sub-group, from an element on, and what follows from them."""
     first, values = part
     spec = store.plan.request.segments[group.segment]
+    view = HostView(store, group, slot)
     if field is Field.GRADIENT:
-        span = store.section_span(group, Section.GRADIENT, slot)
+        span = view.span(Section.GRADIENT)
         tensor_at(span, spec.gradient, group.numel)[first : first + values.numel()] = values
+        view.put_back(Section.GRADIENT)
         return
+    kept: Mapping[StateField, Array]
     if field in (Field.EXP_AVG, Field.EXP_AVG_SQ):
-        _put_state(store, group, slot, first, {_MOMENTS[field]: values.numpy()})
-        return
-    masters = values.float().contiguous().numpy()
-    state_format = store.plan.request.state_format
-    raw, kept = encode_masters(store.kernels, spec.element, state_format, masters)
-    _put_parameter(store, group, slot, first, raw)
+        kept = {_MOMENTS[field]: values.numpy()}
+    else:
+        masters = values.float().contiguous().numpy()
+        state_format = store.plan.request.format_of(spec)
+        raw, kept = encode_masters(store.kernels, spec.element, state_format, masters)
+        _put_parameter(view, spec, first, raw)
     if kept and group.tier(Section.STATE) is not None:
-        _put_state(store, group, slot, first, kept)
+        state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
+        _put_state(state, first, kept)
+        view.put_back(Section.STATE)
 
 
 _MOMENTS = {Field.EXP_AVG: StateField.EXP_AVG, Field.EXP_AVG_SQ: StateField.EXP_AVG_SQ}
 
 
-def _put_parameter(
-    store: Store, group: SubGroup, slot: Slot | None, first: int, raw: Array
-) -> None:
-    spec = store.plan.request.segments[group.segment]
-    span = store.section_span(group, Section.PARAMETER, slot)
+def _put_parameter(view: HostView, spec: SegmentSpec, first: int, raw: Array) -> None:
+    span = view.span(Section.PARAMETER)
     array = array_at(span, ElementType.INT16, span.size_bytes // 2).view(np.uint8)
     begin = first * spec.element.size_bytes
     array[begin : begin + raw.size] = raw
+    view.put_back(Section.PARAMETER)
 
 
-def _put_state(
-    store: Store, group: SubGroup, slot: Slot | None, first: int, fields: Mapping[StateField, Array]
-) -> None:
-    spec = store.plan.request.segments[group.segment]
-    span = store.section_span(group, Section.STATE, slot)
-    state = state_arrays(store.plan, spec, group, span)
-    targets = {
-        StateField.MASTER: state.master,
-        StateField.RESIDUAL: state.residual,
-        StateField.EXP_AVG: state.exp_avg,
-        StateField.EXP_AVG_SQ: state.exp_avg_sq,
-    }
+def _put_state(state: StateArrays, first: int, fields: Mapping[StateField, Array]) -> None:
     for key, values in fields.items():
-        target = targets[key]
-        if target is not None:
+        target = state.get(key)
+        if target is None:
+            continue
+        if key in _MOMENTS.values():
+            put_moment(state, key, first, values)
+        else:
             target[first : first + values.size] = values

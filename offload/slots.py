@@ -8,6 +8,7 @@ from typing import Protocol
 
 from aio_ops import HostArena, Span
 from estimators import Extent, Section, SlotPlan
+from offload.device import PASSED, Fence
 
 
 class SlotState(enum.Enum):
@@ -47,6 +48,8 @@ class Slot:
         self.extent: Extent | None = None
         self.sections: frozenset[Section] = frozenset()
         self.ticket: Waitable | None = None
+        self.fence: Fence = PASSED
+        """The last copy between the slot and a device; [Note: copies]."""
         self.is_leased = False
 
     def move_to(self, state: SlotState) -> None:
@@ -67,6 +70,11 @@ class Slot:
         self.sections = frozenset()
         self.ticket = None
         self.is_leased = False
+
+    def settle(self) -> None:
+        """Wait until no copy uses the slot, so that its bytes can be read and written."""
+        self.fence.wait()
+        self.fence = PASSED
 
     def require_leased(self) -> Extent:
         """Return the extent that a lent slot stages, or raise if the slot is not lent out."""

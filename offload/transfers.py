@@ -114,6 +114,7 @@ class SlotTransfers:
             PageError: if the write cannot even be submitted; the slot keeps its bytes.
         """
         extent = _extent_of(slot)
+        slot.settle()
         second = self._begin_write(slot, extent)
         self._ledger.submitted(Link.WRITE, extent.name)
         try:

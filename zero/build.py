@@ -10,6 +10,7 @@ from estimators import SegmentSpec
 from offload import Ledger, Store, StoreParts, load_kernels
 from zero import machine
 from zero.comm import Communicator
+from zero.devices import move_buffers
 from zero.durable import DurableRun
 from zero.gradients import GradientReducer
 from zero.materialize import InitFunction, seal_units
@@ -39,7 +40,9 @@ def build_runtime(
         plan.nvme[0].path if plan.nvme else None,
         kernels,
         ledger or Ledger(),
+        device=blueprint.device,
         stripes=plan.nvme,
+        position=communicator.rank,
         burst=tiers.write_burst,
         verify=tiers.verify,
         measures_schedule=tiers.measures_schedule,
@@ -73,6 +76,7 @@ def build_runtime(
         if durable is not None:
             store.is_restored = durable.resume(store)
         seal_units(runtime, init_fn)
+        move_buffers(blueprint.units[0].module, blueprint.device.torch_device)
     except BaseException:
         store.close()
         raise

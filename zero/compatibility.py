@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from aio_ops import Engine
 from zero.build import build_runtime
 from zero.comm import Communicator, init_distributed
+from zero.config.effective import written_values
 from zero.durable import DurableRun
 from zero.engine import ZeroEngine
 from zero.errors import ConfigError
@@ -119,6 +120,7 @@ def initialize(
         else None
     )
     engine.training_dataloader = loader
+    engine.configuration = written_values(parsed)
     if durable is not None:
         engine.adopt(durable)
     return engine, own_optimizer, loader, scheduler

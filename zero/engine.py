@@ -19,20 +19,37 @@ from zero.checkpoint.engine_calls import CheckpointCalls
 from zero.durable import DurableRun
 from zero.errors import ConfigError
 from zero.hooks import ModuleHook
-from zero.integrity import adopt_replaced, check_model, find_slots, managed_parameters
-from zero.kept import refuse_set_gradients
+from zero.integrity import (
+    adopt_replaced,
+    check_model,
+    find_slots,
+    managed_parameters,
+    refuse_gradients_without_backward,
+    refuse_set_gradients,
+)
+from zero.late import require_no_late_differences
 from zero.loader import ResumableLoader
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.memory import memory_lines, memory_report, warn_if_exceeded
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Blueprint, Plan
 from zero.replan import History, Resize, group_unfrozen, has_changed, rebuild
+from zero.replicated import gather_values
 from zero.run_state import describe_configured
 from zero.runtime import Runtime
 from zero.settings import Settings
+from zero.state_formats import rounding_of
 from zero.surface import FieldSurface, no_attribute
 
 LossScaler = StaticLossScaler | DynamicLossScaler
+
+
+def _give_back(runtime: Runtime) -> None:
+    """Close the store, and take off what at the parameters would keep them and the model alive."""
+    runtime.scheduler.remove()
+    if runtime.reducer is not None:
+        runtime.reducer.drop()
+    runtime.store.close()
 
 
 class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
@@ -60,14 +77,14 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.loss_scaler = loss_scaler
-        self.durable: DurableRun | None = None
-        """What `tiers.durable` asked for: what was resumed, and `commit()`."""
         self.configuration: Any = None
         """The configuration as plain data, for checkpoints to tell."""
         self.pending_save: BackgroundSave | None = None
         self.resume_report: tuple[str, ...] = ()
         """What differed between the run that was loaded last and this one."""
         self.training_dataloader: ResumableLoader | None = None
+        self.durable: DurableRun | None = None
+        """What `tiers.durable` asked for: what was resumed, and `commit()`."""
         self.configured_groups = describe_configured(optimizer)
         """Hyper-parameters of the parameter groups before anything was loaded or scheduled."""
         self.plan: Plan = blueprint.plan
@@ -110,7 +127,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             self.optimizer.attach(
                 ModuleHook(self.step), ModuleHook(self._restart_window), ModuleHook(self._holds)
             )
-        self._finalizer = weakref.finalize(self, runtime.store.close)
+        self._finalizer = weakref.finalize(self, _give_back, runtime)
 
     def adopt(self, durable: DurableRun) -> None:
         """Belong to a durable run: take up its state, and commit to it from now on."""
@@ -135,7 +152,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             if not self._settings.autocasts:
                 return self.module(*args, **kwargs)
             # Without the cache, which would keep a cast copy of every unit until backward.
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
                 return self.module(*args, **kwargs)
         except BaseException:
             if torch._C._current_graph_task_id() == -1:
@@ -158,7 +175,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
                 "this engine has no optimizer, so there is nothing to do with gradients; pass one"
                 " to zero.initialize or add an optimizer section to the configuration"
             )
-        refuse_set_gradients(self._runtime.segments)
+        refuse_set_gradients(self._runtime)
         scaled = self.scale(loss / self.gradient_accumulation_steps())
         try:
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
@@ -187,16 +204,20 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             raise ConfigError("this engine has no optimizer; it cannot step")
         self._step_applied = False
         self._runtime.scheduler.recover()
-        refuse_set_gradients(self._runtime.segments)
+        refuse_set_gradients(self._runtime)
         adopt_replaced(self._slots)
         self._adopt_shapes()
         check_model(self.module, self._managed, self._runtime)
+        if not self._micro_batches:
+            refuse_gradients_without_backward(self._runtime)
         if self._micro_batches < self.gradient_accumulation_steps():
             return
         reducer = self._runtime.reducer
         if reducer is None:
             raise RuntimeError("an engine with an optimizer has no gradient reducer")
+        reducer.shown.adopt()
         norm = reducer.global_norm() / self.loss_scaler.cur_scale
+        require_no_late_differences(self._runtime.segments)
         self._grad_norm = norm
         if math.isfinite(norm):
             self._run_update(self.optimizer, norm)
@@ -209,7 +230,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self._close_step()
         self.loss_scaler.update_scale(not math.isfinite(norm), reducer.not_finite)
         if self.lr_scheduler is not None and math.isfinite(norm):
-            self.lr_scheduler.step()
+            self._step_schedule()
         if self.durable is not None:
             self.durable.after_step(self)
 
@@ -317,6 +338,8 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             self._history.updates + 1, coefficient / self.loss_scaler.cur_scale, self._groups
         )
         segments = self._runtime.segments
+        for unit in self._runtime.units:
+            unit.drop_prefetched(self._runtime.store)
         for segment in segments:
             segment.commit(self._runtime.store)
         reducer = self._runtime.reducer
@@ -325,10 +348,18 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             scalars,
             lambda index: segments[index].forget_values(),
             lambda index: reducer.kept.pieces(segments[index]) if reducer is not None else None,
+            rounding_of(segments, self._settings.tiers.rounding_seed, self._history.updates + 1),
         )
         for segment in segments:
-            segment.accept_changes()
+            if segment.spec.trainable:
+                gather_values(segment, self.ledger)
         self._history.updates += 1
+
+    def _step_schedule(self) -> None:
+        optimizer = getattr(self.lr_scheduler, "optimizer", None)
+        if optimizer is not None:
+            optimizer._opt_called = True  # torch's schedules warn of an order that is right here
+        self.lr_scheduler.step()
 
     def _close_step(self) -> None:
         """Close the step in the ledger, and compare the plan with reality after the first one."""
@@ -382,7 +413,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self._adopt_changes()
         if torch.is_grad_enabled():
             if self._is_idle:
-                refuse_set_gradients(self._runtime.segments)
+                refuse_set_gradients(self._runtime)
             self._forward_pending = self._window_saw_forward = True
 
     def _adopt_changes(self) -> None:
@@ -456,7 +487,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         """Begin a new accumulation window with no gradients."""
         self._runtime.store.drop_gradients()
         if self._runtime.reducer is not None:
-            self._runtime.reducer.kept.drop()
+            self._runtime.reducer.drop()
         for segment in self._runtime.segments:
             segment.dropped_gradients.clear()
         self._micro_batches = 0

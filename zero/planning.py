@@ -20,16 +20,19 @@ from estimators import (
     PlacementRequest,
     SegmentSpec,
     Tier,
+    UpdateRule,
     plan_placement,
 )
-from offload import SwapDirectory, load_kernels, process_bytes
+from offload import Device, HostDevice, SwapDirectory, load_kernels, process_bytes
 from zero.budgets import drive_rates, node_budget, start_bytes, warn_if_beyond_machine
 from zero.comm import Communicator
 from zero.config import ZeroConfig, load_config
 from zero.config.autos import hidden_size_of
-from zero.errors import PlanError
+from zero.devices import open_device
+from zero.errors import ConfigError, PlanError
 from zero.optimizer import UpdateGroup, ZeroOptimizer, make_optimizer, update_groups
 from zero.settings import NvmeSettings, Settings
+from zero.state_formats import choose_formats
 from zero.swap_paths import check_paths, describe_paths
 from zero.units import UnitBlueprint, form_units
 
@@ -50,6 +53,8 @@ class Plan:
     engine_reason: str
     kernels_name: str
     host_budget_source: str
+    device: str
+    """Where the model computes, in torch's words."""
     rss_at_start_bytes: int
     """What the process held in memory when the plan was made."""
 
@@ -68,6 +73,7 @@ class Plan:
             "swap_file_bytes": self.memory.swap_file_bytes,
             "host_bytes": self.memory.host_bytes,
             "host_budget_bytes": self.memory.host_budget_bytes,
+            "device": self.device,
             "device_bytes": self.memory.device_bytes,
             "nvme_path": str(self.nvme[0].path) if self.nvme else None,
             "nvme_paths": [str(each.path) for each in self.nvme],
@@ -93,6 +99,8 @@ class Blueprint:
     plan: Plan
     units: Sequence[UnitBlueprint]
     optimizer: ZeroOptimizer | None
+    device: Device = field(default_factory=HostDevice)
+    """Where the model computes."""
     groups: Sequence[UpdateGroup] = ()
     """What each `SegmentSpec.param_group` stands for."""
 
@@ -184,6 +192,8 @@ def make_blueprint(
 ) -> Blueprint:
     """Decide units and placement, and check that the disk can hold the plan."""
     changes = changes or Changes()
+    device = open_device(settings.tiers.device)
+    _check_ranks(device, world_size)
     groups = update_groups(optimizer, changes.births)
     units = form_units(
         model,
@@ -192,6 +202,7 @@ def make_blueprint(
         settings.gradient_element,
         changes.numels,
         changes.replaced,
+        choose_formats(model, settings),
     )
     request = PlacementRequest(
         segments=tuple(spec for unit in units for spec, _ in unit.segments),
@@ -207,7 +218,7 @@ def make_blueprint(
             if settings.parameter_offload.max_host_numel is not None
             else None
         ),
-        start_bytes=start_bytes(units, world_size),
+        start_bytes=start_bytes(units, world_size) if device.is_host else 0,
         slot_count=settings.tiers.slot_count,
         micro_batches=settings.batch.accumulation_steps,
         rates=(
@@ -216,6 +227,10 @@ def make_blueprint(
             else drive_rates(settings, engine, local_world_size)
         ),
         durable=settings.tiers.durable is not None,
+        device_is_host=device.is_host,
+        update_on_device=not device.is_host and settings.tiers.update_device != "cpu",
+        replicates=settings.stage < 3,
+        rule=optimizer.fused.rule if optimizer is not None else UpdateRule.ADAMW,
     )
     budget, source = _budget(request, settings, local_world_size, changes.recalled)
     memory = plan_placement(request, budget)
@@ -230,9 +245,18 @@ def make_blueprint(
         engine_reason=engine.reason,
         kernels_name=load_kernels().name,
         host_budget_source=source,
+        device=str(device.torch_device),
         rss_at_start_bytes=process_bytes("VmRSS")["VmRSS"],
     )
-    return Blueprint(settings, plan, units, optimizer, groups)
+    return Blueprint(settings, plan, units, optimizer, device, groups)
+
+
+def _check_ranks(device: Device, world_size: int) -> None:
+    if world_size > 1 and not device.is_host:
+        raise ConfigError(
+            f"{world_size} ranks cannot train on {device.torch_device.type} in this version; start"
+            ' one rank, or set tiers.device to "cpu"'
+        )
 
 
 def _budget(
@@ -286,14 +310,17 @@ def plan_table(plan: Plan) -> Table:
     table.add_column("what")
     table.add_column("bytes", justify="right")
     for row in memory.rows():
-        name = "device (host RAM on this CPU run)" if row.tier is Tier.DEVICE else row.tier.value
+        name = row.tier.value
+        if row.tier is Tier.DEVICE:
+            is_host = memory.request.device_is_host
+            name = "device (host RAM on this CPU run)" if is_host else f"device ({plan.device})"
         table.add_row(name, row.what, f"{row.size_bytes:,}")
     table.add_section()
     table.add_row("", "host budget", f"{memory.host_budget_bytes:,}")
     table.add_row("", "host planned", f"{memory.host_bytes:,}")
-    table.add_row(
-        "", "RAM in all (host and device)", f"{memory.host_bytes + memory.device_bytes:,}"
-    )
+    if memory.request.device_is_host:
+        both = memory.host_bytes + memory.device_bytes
+        table.add_row("", "RAM in all (host and device)", f"{both:,}")
     if memory.slots.count:
         slots = memory.slots
         table.add_row("", f"{slots.count} slots of", f"{slots.size_bytes:,}")

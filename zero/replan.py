@@ -114,8 +114,8 @@ class Resize:
     def of(self, old: torch.Tensor, *, is_value: bool) -> torch.Tensor:
         """Return the new form of old values, or of old moments, whose new elements are zero."""
         if is_value and self.values is not None:
-            return self.values.to(old.dtype, copy=True).contiguous()
-        new = torch.zeros(self.shape, dtype=old.dtype)
+            return self.values.to(old.device, old.dtype, copy=True).contiguous()
+        new = torch.zeros(self.shape, dtype=old.dtype, device=old.device)
         if is_value and self.init is not None:
             with torch.no_grad():
                 self.init(new)

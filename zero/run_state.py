@@ -352,19 +352,29 @@ def _restore_groups(
             " are taken over, others begin at zero; the hyper-parameters are those configured now"
         )
         return
-    names = dict(engine.module.named_parameters())
-    now = [{id(each) for each in group["params"]} for group in optimizer.param_groups]
-    then = [{id(names.get(name)) for name in group["names"]} for group in saved["groups"]]
-    if now != then:
+    if not _same_groups(engine, optimizer, saved["groups"]):
         notes.append(
-            f"parameter groups: saved {len(then)}, now {len(now)}, with other parameters: the"
-            " hyper-parameters are those configured now"
+            f"parameter groups: saved {len(saved['groups'])}, now {len(optimizer.param_groups)},"
+            " with other parameters: the hyper-parameters are those configured now"
         )
         return
     kept = () if schedule_goes_on or engine.lr_scheduler is None else _SCHEDULED
     for index, (group, old) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
         _note_options(index, (engine.configured_groups, saved["configured"]), kept, notes)
         _set_options(group, {k: v for k, v in old["options"].items() if k not in kept})
+
+
+def _same_groups(
+    engine: ZeroEngine, optimizer: ZeroOptimizer, saved: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Tell whether what is trained now was in the same groups, as far as it was in any."""
+    then = {name: index for index, group in enumerate(saved) for name in group["names"]}
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    return len(saved) == len(optimizer.param_groups) and all(
+        then.get(names.get(id(parameter), ""), index) == index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    )
 
 
 def _note_options(

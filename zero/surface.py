@@ -26,8 +26,8 @@ class FieldSurface:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs belong and losses are: this version computes on the CPU."""
-        return torch.device("cpu")
+        """Where inputs belong and losses are."""
+        return self._runtime.store.device.torch_device
 
     @property
     def local_rank(self) -> int:

@@ -15,10 +15,11 @@
 #include <thread>
 #include <vector>
 
-#include "offload/csrc/adamw.h"
 #include "offload/csrc/halves.h"
 #include "offload/csrc/norm.h"
 #include "offload/csrc/parallel.h"
+#include "offload/csrc/split.h"
+#include "offload/csrc/update.h"
 
 #define CHECK(condition)                                                          \
   do {                                                                            \
@@ -32,15 +33,15 @@ namespace {
 
 using namespace tierzero::kernels;
 
-constexpr AdamWScalars kScalars{.beta1 = 0.9F,
-                                .one_minus_beta1 = 0.1F,
-                                .beta2 = 0.999F,
-                                .one_minus_beta2 = 0.001F,
-                                .decay_factor = 0.9997F,
-                                .step_size = 0.003F,
-                                .bias_correction2_sqrt = 0.0316F,
-                                .eps = 1e-8F,
-                                .grad_scale = 0.7F};
+constexpr Scalars kScalars{.beta1 = 0.9F,
+                           .one_minus_beta1 = 0.1F,
+                           .beta2 = 0.999F,
+                           .one_minus_beta2 = 0.001F,
+                           .decay_factor = 0.9997F,
+                           .step_size = 0.003F,
+                           .bias_correction2_sqrt = 0.0316F,
+                           .eps = 1e-8F,
+                           .grad_scale = 0.7F};
 
 // A small generator of patterns (xorshift), the same on every machine.
 class Patterns {
@@ -134,7 +135,7 @@ struct State {
     split_master(master, param, residual, 1);
   }
 
-  Moments moments() { return {exp_avg, exp_avg_sq}; }
+  Moments<float> moments() { return {exp_avg, exp_avg_sq}; }
 
   std::vector<float> master;
   std::vector<float> exp_avg;
@@ -189,7 +190,7 @@ void test_update_is_the_written_formula() {
   volatile float ratio = m / denominator;
   volatile float change = kScalars.step_size * ratio;
   const float expected = decayed - change;
-  adamw_fp32({&param, 1}, {&grad, 1}, {{&exp_avg, 1}, {&exp_avg_sq, 1}}, kScalars, 1);
+  update_own({&param, 1}, {&grad, 1}, {{&exp_avg, 1}, {&exp_avg_sq, 1}}, kScalars, 1);
   CHECK(exp_avg == m);
   CHECK(exp_avg_sq == v);
   CHECK(param == expected);
@@ -205,11 +206,11 @@ template <typename Grad>
 void check_bf16_formats(const State& expected, std::vector<Grad> State::* grad, uint64_t threads) {
   const size_t numel = expected.master.size();
   State master(numel);
-  adamw_master<uint16_t, Grad>(
+  update_master<uint16_t, Grad>(
       master.param, master.master, master.*grad, master.moments(), kScalars, threads);
   check_same_masters(master, expected);
   State exact(numel);
-  adamw_exact<Grad>(exact.param, exact.residual, exact.*grad, exact.moments(), kScalars, threads);
+  update_exact<Grad>(exact.param, exact.residual, exact.*grad, exact.moments(), kScalars, threads);
   CHECK(exact.param == master.param);
   join_master(exact.param, exact.residual, exact.master, threads);
   check_same_masters(exact, expected);
@@ -218,7 +219,7 @@ void check_bf16_formats(const State& expected, std::vector<Grad> State::* grad, 
 template <typename Grad>
 void check_fp16_format(const State& expected, std::vector<Grad> State::* grad, uint64_t threads) {
   State state(expected.master.size());
-  adamw_master<Fp16, Grad>(
+  update_master<Fp16, Grad>(
       state.fp16_param, state.master, state.*grad, state.moments(), kScalars, threads);
   check_same_masters(state, expected);
   for (size_t i = 0; i < state.master.size(); ++i) {
@@ -229,9 +230,9 @@ void check_fp16_format(const State& expected, std::vector<Grad> State::* grad, u
 void test_formats_and_thread_counts_agree() {
   for (const size_t numel : {size_t{0}, size_t{1}, size_t{4097}, size_t{200'001}}) {
     State bf16(numel);
-    adamw_fp32(bf16.master, bf16.wide_grad, bf16.moments(), kScalars, 1);
+    update_own(bf16.master, bf16.wide_grad, bf16.moments(), kScalars, 1);
     State fp16(numel);
-    adamw_fp32(fp16.master, fp16.wide_fp16_grad, fp16.moments(), kScalars, 1);
+    update_own(fp16.master, fp16.wide_fp16_grad, fp16.moments(), kScalars, 1);
     for (const uint64_t thread_count : {1U, 2U, 3U}) {
       check_bf16_formats(bf16, &State::grad, thread_count);
       check_bf16_formats(bf16, &State::wide_grad, thread_count);
@@ -247,7 +248,7 @@ void test_computed_nans_have_one_pattern() {
   std::vector<float> exp_avg{0.0F, negative_nan, 0.0F};
   std::vector<float> exp_avg_sq{1.0F, -1.0F, negative_nan};
   const std::vector<float> grad{0.0F, 0.0F, 0.0F};
-  adamw_fp32(param, grad, {exp_avg, exp_avg_sq}, kScalars, 1);
+  update_own(param, grad, {exp_avg, exp_avg_sq}, kScalars, 1);
   for (const float value : {param[0], param[1], param[2], exp_avg[1], exp_avg_sq[2]}) {
     CHECK(std::bit_cast<uint32_t>(value) == 0x7FC0'0000U);
   }

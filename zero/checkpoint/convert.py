@@ -31,6 +31,8 @@ from zero.loading import load_weights
 from zero.run_state import RunState
 from zero.weight_files import WeightReader
 
+_READS_AHEAD = 3
+
 
 class CheckpointWeights(WeightReader):
     """The weights of a checkpoint, read by ranges; what is read was compared with its checksum."""
@@ -38,7 +40,7 @@ class CheckpointWeights(WeightReader):
     def __init__(self, folder: Path, *, exclude_frozen: bool = False) -> None:
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)
-        self._engine = open_engine("threads")
+        self._engine = open_engine("threads", thread_count=2)
         weakref.finalize(self, self._engine.close)
         self._files = CheckpointFiles(folder, self.manifest)
         self._index = PieceIndex(self.manifest)
@@ -82,7 +84,7 @@ class CheckpointWeights(WeightReader):
     def parts(self, tensor: TensorEntry) -> Iterator[torch.Tensor]:
         """Yield the values of a parameter in order, flat; memory is used again."""
         blocks = (each[0] for each in self._index.blocks(tensor.name, WEIGHT, 0, tensor.numel))
-        for (piece, _), span in self._files.read(self._engine, blocks):
+        for (piece, _), span in self._files.read(self._engine, blocks, _READS_AHEAD):
             yield torch.frombuffer(span.view(), dtype=DTYPES[piece.dtype])
 
     def close(self) -> None:
@@ -94,7 +96,7 @@ class CheckpointWeights(WeightReader):
         """Return a block; the last one is kept, because ranges come in order."""
         key = (id(block[0]), block[1])
         if self._cached is None or self._cached[0] != key:
-            for _, span in self._files.read(self._engine, iter([block])):
+            for _, span in self._files.read(self._engine, iter([block]), 1):
                 self._cached = key, torch.frombuffer(span.view(), dtype=dtype).clone()
         if self._cached is None:
             raise CheckpointError(f"{self.folder}: {block[0].key} gave nothing")
@@ -108,7 +110,7 @@ class CheckpointWeights(WeightReader):
                 blocks = ((piece, number) for number in range(len(piece.checksums)))
                 parts = [
                     torch.frombuffer(span.view(), dtype=DTYPES[piece.dtype]).clone()
-                    for _, span in self._files.read(self._engine, blocks)
+                    for _, span in self._files.read(self._engine, blocks, 1)
                 ]
                 empty = torch.empty(0, dtype=DTYPES[piece.dtype])
                 tensors[piece.name] = torch.cat([empty, *parts]).view(piece.shape)

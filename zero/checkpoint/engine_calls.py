@@ -14,12 +14,14 @@ from zero.checkpoint.surface import (
     save_checkpoint,
     wait_for_checkpoint,
 )
+from zero.settings import Settings
 
 
 class CheckpointCalls:
     """Saves and loads an engine."""
 
     global_steps: int
+    _settings: Settings
 
     def save_checkpoint(
         self,
@@ -44,7 +46,8 @@ class CheckpointCalls:
             blocking: return when it is in its place. If false, a thread goes on with the state of
                 this moment; `wait_for_checkpoint`, the next save and `destroy` wait for it, and
                 raise what went wrong.
-            keep_last: remove all but so many of the newest checkpoints in the folder.
+            keep_last: remove all but so many of the newest checkpoints in the folder; by default
+                what `tiers.keep_last_checkpoints` says.
 
         Raises:
             CheckpointError: if it cannot be saved; what was there before is as it was.
@@ -58,7 +61,7 @@ class CheckpointCalls:
                 dict(client_state or {}),
                 save_latest,
                 exclude_frozen_parameters,
-                keep_last,
+                keep_last or self._settings.tiers.keep_last_checkpoints,
             ),
             blocking=blocking,
         )

@@ -31,7 +31,7 @@ from zero.checkpoint.manifest import DTYPE_CODES, PieceEntry
 from zero.errors import CheckpointError
 
 _BLOCK_BYTES = 4 << 20
-_BLOCK_COUNT = 4
+_BLOCK_COUNT = 3
 _ZIP_ALIGNMENT_BYTES = 64
 _LOCAL_HEADER_BYTES = 30 + 20  # and what zipfile adds for files beyond 4 GiB
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20}
@@ -151,7 +151,7 @@ def _write_safetensors(path: Path, entries: Sequence[ExportEntry], values: Value
             pieces.append((PieceEntry(name, "", code, 0, entry.shape, 0, name), end))
             end += entry.size_bytes
     header = safetensors_header(pieces)
-    engine = open_engine("threads")
+    engine = open_engine("threads", thread_count=2)
     try:
         with DataFile.create_new(path, len(header) + end) as file:
             writer = SpanWriter(engine, file, block_bytes=_BLOCK_BYTES, block_count=_BLOCK_COUNT)

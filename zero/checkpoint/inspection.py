@@ -135,6 +135,15 @@ def summarise(folder: Path, manifest: Manifest) -> Summary:
     )
 
 
+def can_resume(path: str | Path, tag: str | None = None) -> tuple[bool, str]:
+    """Tell whether there is a checkpoint to go on from, and which, or why not; reads no data."""
+    try:
+        found = inspect(path, tag)
+    except (CheckpointError, OSError) as error:
+        return False, str(error)
+    return True, f"{found.path}: step {found.global_steps}, saved by {found.world_size} ranks"
+
+
 def verify(path: str | Path, tag: str | None = None) -> int:
     """Read a whole checkpoint and compare it with its checksums; return the bytes read.
 

@@ -74,7 +74,10 @@ def saved_fields(store: Store, segment: int) -> list[tuple[str, Field]]:
     """Return the sections of a segment that are saved now, and the field of each."""
     if not has_field(store, segment, Field.MASTER):
         return [(WEIGHT, Field.PARAMETER)]
-    found = [(WEIGHT, Field.MASTER), *STATE_FIELDS.items()]
+    found = [(WEIGHT, Field.MASTER)]
+    found += [
+        (name, field) for name, field in STATE_FIELDS.items() if has_field(store, segment, field)
+    ]
     if store.has_gradient(segment):
         found.append((GRADIENT, Field.GRADIENT))
     return found
@@ -133,7 +136,8 @@ def _of_segment(
 
 
 def _of_moments(runtime: Runtime, name: str, moments: Moments) -> Iterable[SmallSource]:
-    for section, shard in (("exp_avg", moments.exp_avg), ("exp_avg_sq", moments.exp_avg_sq)):
+    for section in STATE_FIELDS:
+        shard = getattr(moments, section)
         start, stop = shard.bounds(runtime.communicator.rank)
         if start < stop:
             entry = PieceEntry(

@@ -38,7 +38,8 @@ from zero.runtime import Runtime
 from zero.unit import Segment
 
 _READS_AHEAD = 8
-_LARGEST_READ_BYTES = 4 << 20
+_MOST_BYTES_AHEAD = 32 << 20
+"""What reads take in memory, all together, or the largest piece if that is less."""
 
 BlockKey = tuple[PieceEntry, int]
 """A piece and the number of a block of it."""
@@ -88,30 +89,29 @@ class CheckpointFiles:
         entry = self._file_of[id(piece)]
         return ReadRequest(self._open(entry), piece.offset + first * size, numel * size, block)
 
-    def read(self, engine: Engine, blocks: Iterator[BlockKey]) -> Iterator[tuple[BlockKey, Span]]:
+    def read(
+        self, engine: Engine, blocks: Iterator[BlockKey], reads_ahead: int = _READS_AHEAD
+    ) -> Iterator[tuple[BlockKey, Span]]:
         """Yield blocks in order, each compared with its checksum; memory is used again.
 
         Raises:
             CheckpointError: if a block is damaged; it was not handed out.
         """
-        largest = max(
-            (
-                min(piece.numel, CHECKSUM_NUMEL) * DTYPES[piece.dtype].itemsize
-                for _, piece in self.manifest.pieces()
-            ),
-            default=1,
-        )
+        pieces = [piece for _, piece in self.manifest.pieces()]
+        block = max((_block_bytes(piece) for piece in pieces), default=1)
+        whole = max((piece.size_bytes for piece in pieces), default=1)
+        ahead = min(whole, _MOST_BYTES_AHEAD) // reads_ahead
         requests = (self.request(block) for block in blocks)
         try:
             for request, span in read_blocks(
                 engine,
                 requests,
-                block_bytes=max(largest, min(_LARGEST_READ_BYTES, 4 * largest)),
-                block_count=_READS_AHEAD,
+                block_bytes=max(block, ahead),
+                block_count=reads_ahead,
             ):
-                block: BlockKey = request.key  # type: ignore[assignment]
-                self._compare(request, block, span)
-                yield block, span
+                key: BlockKey = request.key  # type: ignore[assignment]
+                self._compare(request, key, span)
+                yield key, span
         except TransferError as error:
             raise CheckpointError(
                 f"{self.folder} cannot be read: {error}; copy it again, or take another checkpoint"
@@ -233,7 +233,11 @@ class ShardLoader:
             return [(WEIGHT, Field.PARAMETER)]
         found = [(WEIGHT, Field.MASTER)]
         if states:
-            found += STATE_FIELDS.items()
+            found += [
+                (name, field)
+                for name, field in STATE_FIELDS.items()
+                if has_field(self._store, segment.index, field)
+            ]
         if gradients:
             found.append((GRADIENT, Field.GRADIENT))
         return found
@@ -273,7 +277,7 @@ class ShardLoader:
             saved = self._index.has(self._names.get(member.name, ""), GRADIENT)
             if segment.layout.numels[position] and not saved:
                 segment.dropped_gradients.add(position)
-        reducer.measure(segment)
+        reducer.take_stored(segment)
 
 
 class _Blocks:
@@ -316,6 +320,11 @@ def verify_blocks(files: CheckpointFiles, io: Engine) -> int:
         for number in range(len(piece.checksums))
     )
     return sum(span.size_bytes for _, span in files.read(io, blocks))
+
+
+def _block_bytes(piece: PieceEntry) -> int:
+    """Return the bytes of the largest block of a piece."""
+    return min(piece.numel, CHECKSUM_NUMEL) * DTYPES[piece.dtype].itemsize
 
 
 def _zeros(field: Field, target: int, numel: int) -> Iterator[Portion]:

@@ -28,7 +28,7 @@ from zero.errors import CheckpointError
 FORMAT = "tierzero checkpoint"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
-CHECKSUM_NUMEL = 1 << 20
+CHECKSUM_NUMEL = 1 << 18
 """Elements under one checksum."""
 
 WEIGHT = "weight"

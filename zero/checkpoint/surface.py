@@ -417,7 +417,7 @@ def _come_to_rest(engine: ZeroEngine) -> None:
     engine._adopt_shapes()
     for segment in runtime.segments:
         segment.commit(runtime.store)
-        if runtime.reducer is not None:
-            runtime.reducer.settle(segment)
+    if runtime.reducer is not None:
+        runtime.reducer.store_all()
     if runtime.store.pager is not None:
         runtime.store.pager.drain()

@@ -18,6 +18,8 @@ import zero
 from tests.support.configs import make_config
 from tests.support.observe import as_bits, state_digest
 from tests.support.tiny import make_batch, make_model
+from zero.checkpoint import can_resume
+from zero.checkpoint.__main__ import main
 from zero.checkpoint.manifest import _digest, read_manifest
 from zero.errors import CheckpointError
 
@@ -105,7 +107,7 @@ def absurd(folder: Path) -> None:
 
 def absurd_piece(folder: Path) -> None:
     def change(body: dict[str, Any]) -> None:
-        body["ranks"][0]["file"]["pieces"][0].update(shape=[1 << 40], checksums=["0"] * (1 << 20))
+        body["ranks"][0]["file"]["pieces"][0].update(shape=[1 << 38], checksums=["0"] * (1 << 20))
 
     edit(folder, change)
 
@@ -221,6 +223,34 @@ def test_a_tag_is_a_name_and_no_path(tag: str, target: zero.ZeroEngine, tmp_path
 def test_no_latest_is_a_warning_as_in_the_field(target: zero.ZeroEngine, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="has no file 'latest'"):
         assert target.load_checkpoint(tmp_path) == (None, None)
+
+
+def test_a_folder_says_whether_it_can_be_resumed_from(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (saved, saved / "one"):
+        assert can_resume(path) == (True, f"{saved / 'one'}: step 2, saved by 1 ranks")
+    assert can_resume(saved, "two")[1].startswith(f"{saved / 'two'} is no checkpoint")
+    assert "there is no such folder" in can_resume(tmp_path / "nowhere", "x")[1]
+    shutil.copytree(saved / "one", tmp_path / "ck" / "one")
+    good, why = can_resume(tmp_path / "ck")
+    assert not good
+    assert "it has the checkpoints one: give a tag" in why
+
+    assert main(["inspect", str(saved)]) == 0
+    shown = capsys.readouterr().out
+    assert "step 2, saved by 1 ranks" in shown
+    assert "embedding.weight = head.weight" in shown
+    assert main(["inspect", "--json", str(saved)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    weights = sum(each.numel() for each in make_model().parameters())
+    assert told["sections"]["weight"][1:] == [weights, 4 * weights]
+    assert told["optimizer"] == "AdamW"
+    assert main(["verify", str(saved)]) == 0
+    assert "whole" in capsys.readouterr().out
+    flip_a_bit(tmp_path / "ck" / "one")
+    assert main(["verify", str(tmp_path / "ck" / "one")]) == 1
+    assert "was damaged" in capsys.readouterr().err
 
 
 def test_plain_safetensors_reads_the_same_weights(saved: Path) -> None:

@@ -14,6 +14,7 @@ import zero
 from tests.support.configs import make_config
 from tests.support.fork_ranks import on_ranks
 from tests.support.observe import state_digest
+from tests.support.ranks import Odd
 from tests.support.tiny import TinyTransformer, make_batch
 
 pytestmark = pytest.mark.nvme
@@ -97,6 +98,30 @@ def test_resumed_ranks_go_on_as_if_never_stopped(scratch: Path) -> None:
         on_ranks(save_at("nvme", scratch / "c", scratch / "b" / "nvme2", (5, 8)), 2, scratch)
         == whole
     )
+
+
+def test_odd_tied_weights_are_exported_from_any_ranks(scratch: Path) -> None:
+    """Parameters of every size around the world size, tied odd ones, and 3-D ones."""
+    folder = scratch / "odd"
+
+    def work(rank: int) -> None:
+        engine = zero.initialize(model=Odd(), config=config("none", scratch))[0]
+        for _ in range(2):
+            engine.backward(engine(torch.arange(7)))
+            engine.step()
+        engine.save_checkpoint(folder)
+        expected = {key: each.clone() for key, each in engine.module.state_dict().items()}
+        engine.destroy()
+        if rank == 0:
+            found = zero.get_fp32_state_dict_from_checkpoint(folder)
+            assert set(found) == set(expected)
+            for name, tensor in expected.items():
+                assert torch.equal(found[name].to(tensor.dtype), tensor), name
+            plain = zero.load_state_dict_from_checkpoint(Odd(), folder)
+            assert plain.head.weight is plain.embedding.weight
+
+    for world_size in (2, 3):
+        on_ranks(work, world_size, scratch)
 
 
 def test_a_rank_that_stays_away_is_named(scratch: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from torch import nn
 import zero
 from tests.support.configs import make_config
 from tests.support.fork_ranks import on_ranks
-from tests.support.launch import worker_environment
 from tests.support.tiny import TinyTransformer, make_batch
 from zero.checkpoint import convert
 from zero.checkpoint.export_files import ExportEntry, parse_size, split_shards, write_file
@@ -81,7 +80,9 @@ def load_all(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_every_way_to_fp32_gives_the_masters(scratch: Path) -> None:
+def test_every_way_to_fp32_gives_the_masters(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = trained(scratch, dtype="bf16")
     engine.save_checkpoint(scratch / "ck")
     expected = masters(engine)
@@ -92,15 +93,13 @@ def test_every_way_to_fp32_gives_the_masters(scratch: Path) -> None:
     assert_equal(
         {k: v if isinstance(v, torch.Tensor) else v.contiguous() for k, v in lazy.items()}, expected
     )
-    script = [sys.executable, str(scratch / "ck" / "zero_to_fp32.py"), str(scratch / "ck")]
-    done = subprocess.run(
-        [*script, str(scratch / "out"), "--max_shard_size", "10KB", "--safe_serialization"],
-        env=worker_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    options = ["--max_shard_size", "10KB", "--safe_serialization"]
+    script = scratch / "ck" / "zero_to_fp32.py"
+    arguments = [str(script), str(scratch / "ck"), str(scratch / "out"), *options]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 0
     assert len(list((scratch / "out").glob("model-*-of-*.safetensors"))) > 1
     assert_equal(load_all(scratch / "out"), expected)
     for number, options in enumerate((["--max_shard_size", "9KB"], [])):
