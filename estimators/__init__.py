@@ -32,7 +32,7 @@ from estimators.layout import (
 )
 from estimators.placement import Budget, PlanError, minimum_host_bytes, plan_placement
 from estimators.rates import ASSUMED_RATES, DriveRates
-from estimators.records import Extent, Section, SubGroup
+from estimators.records import Extent, ResidentCopy, Section, SubGroup
 from estimators.segments import PlacementRequest, SegmentSpec, Tier
 from estimators.summary import MemoryPlan, PlanRow, SlotPlan, StepTraffic, step_traffic
 
@@ -53,6 +53,7 @@ __all__ = [
     "PlanError",
     "PlanRow",
     "RecordLayout",
+    "ResidentCopy",
     "Section",
     "SegmentSpec",
     "SlotPlan",

@@ -85,6 +85,14 @@ class PlacementRequest:
     """Micro-batches of a step: each reads the parameters twice and adds to the gradients."""
     rates: DriveRates | None = None
     """What the drive can do, measured or given; None weighs reads and writes alike."""
+    device_is_host: bool = True
+    """Whether the device is the processor: then what rests on the host is used where it rests."""
+    update_on_device: bool = False
+    """Whether state passes through a device that is not the host, to be updated there."""
+    durable: bool = False
+    """Whether the swap file has two copies of parameters and state, resident ones too."""
+    replicates: bool = False
+    """Whether each rank has all parameters in full, on the device, its own shard among them."""
     rule: UpdateRule | GenericRule = UpdateRule.ADAMW
     """The optimizer, which decides which moments are stored."""
 

@@ -3,57 +3,19 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 from estimators import Extent, Section, SubGroup
 from offload.arrays import array_at, clear_bytes
-from offload.codes import RoundingKey
 from offload.generic import GenericStep
-from offload.kernel_calls import Array
+from offload.host_view import HostView
 from offload.ledger import Activity
 from offload.rules import UpdateScalars
 from offload.slots import Slot
-from offload.state import state_arrays, update_sub_group
-from offload.store import Store
-
-
-@dataclass(frozen=True, slots=True)
-class NamedPiece:
-    """The part of one parameter that lies in a shard."""
-
-    name: str
-    first: int
-    """First element of the parameter that lies in the shard."""
-    start: int
-    """Where that element lies in the shard."""
-    numel: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rounding:
-    """What the random bits of lossy formats depend on: seed, step, parameter and element."""
-
-    seed: int
-    step: int
-    pieces: Sequence[Sequence[NamedPiece]]
-    """Of each segment, in the order of its shard."""
-
-    def parts(
-        self, segment: int, low: int, high: int
-    ) -> Iterator[tuple[int, int, RoundingKey | None]]:
-        """Yield `(start, stop, key)` of what lies in elements `[low, high)` of a shard."""
-        for piece in self.pieces[segment]:
-            start, stop = max(low, piece.start), min(high, piece.start + piece.numel)
-            while start < stop:
-                first = piece.first + start - piece.start
-                end = min(stop, start + (1 << 32) - first % (1 << 32))
-                yield start, end, RoundingKey.derive(self.seed, self.step, piece.name, first)
-                start = end
-
-
-GradientPieces = Sequence[tuple[int, Array]]
-"""(where in the shard, values): gradients of a segment that are not in one array."""
+from offload.state import state_arrays
+from offload.step_device import StreamedUpdate
+from offload.store import Store, count_use
+from offload.update_pass import GradientPieces, Rounding, UpdatePass
 
 
 def update(
@@ -81,37 +43,61 @@ def update(
             sub-groups are a step ahead of others.
     """
     store.require_intact()
-    pass_ = _Pass(store, scalars, rounding)
+    pass_ = UpdatePass(store, scalars, rounding, pieces_of)
     groups = [group for group in store.plan.sub_groups if group.tier(Section.STATE) is not None]
-    reads = [_reads(store, group) for group in groups]
-    paged = collections.deque(
-        (position, group.extent, wanted)
-        for position, (group, wanted) in enumerate(zip(groups, reads, strict=True))
-        if group.extent is not None and wanted
-    )
+    lend = _lender(store, groups)
+    store.parameter_version += 1
     moved: list[str] = []
+
+    def note(group: SubGroup) -> None:
+        store.ledger.note("update", _name(store, group))
+        _count_uses(store, group)
+        moved.append(_name(store, group))
+        if group is groups[-1] or groups[len(moved)].segment != group.segment:
+            on_segment(group.segment)
+
     try:
-        for position, group in enumerate(groups):
-            while paged and paged[0][0] <= position:
-                paged.popleft()
-            slot = _lend(store, group, reads[position], ((each[1], each[2]) for each in paged))
-            pieces = pieces_of(group.segment)
-            if pieces is None:
-                _update_group(pass_, group, slot)
-            else:
-                _update_pieces(pass_, group, pieces, slot)
-            moved.append(_name(store, group))
-            if position + 1 == len(groups) or groups[position + 1].segment != group.segment:
-                on_segment(group.segment)
+        if store.plan.request.update_on_device:
+            store.update_fence = StreamedUpdate(pass_, note).run(groups, lend)
+        else:
+            for position, group in enumerate(groups):
+                _update_group(pass_, group, lend(position))
+                note(group)
         if store.pager is not None:
             store.pager.drain()
     except BaseException as error:
+        store.device.settle()
         store.fail(
             f"an optimizer step failed midway ({type(error).__name__}); sub-groups already moved:"
             f" {', '.join(moved) or 'none'}"
         )
         raise
     store.drop_gradients()
+
+
+def _lender(store: Store, groups: Sequence[SubGroup]) -> Callable[[int], Slot | None]:
+    """Return what lends the slot of the sub-group at a position, asked for in ascending order."""
+    reads = [_reads(store, group) for group in groups]
+    paged = collections.deque(
+        (position, group.extent, wanted)
+        for position, (group, wanted) in enumerate(zip(groups, reads, strict=True))
+        if group.extent is not None and wanted
+    )
+
+    def lend(position: int) -> Slot | None:
+        while paged and paged[0][0] <= position:
+            paged.popleft()
+        store.before_change(groups[position])
+        return _lend(store, groups[position], reads[position], (each[1:] for each in paged))
+
+    return lend
+
+
+def _count_uses(store: Store, group: SubGroup) -> None:
+    """Count the bytes of a sub-group that its update used where they rest, in memory."""
+    for section, size in store.section_bytes(group).items():
+        if not group.on_nvme(section):
+            count_use(store.ledger, section, group, size)
 
 
 def _name(store: Store, group: SubGroup) -> str:
@@ -155,89 +141,24 @@ def _lend(
     return slot
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """One pass of the update over all sub-groups."""
-
-    store: Store
-    scalars: Sequence[UpdateScalars | GenericStep]
-    rounding: Rounding | None
-
-    def __post_init__(self) -> None:
-        request = self.store.plan.request
-        lossy = [spec.name for spec in request.segments if request.rounds(spec)]
-        if lossy and self.rounding is None:
-            raise ValueError(f"{lossy[0]} is stored in a lossy format; pass what it rounds by")
-
-    def parts(
-        self, group: SubGroup, low: int, high: int
-    ) -> Iterable[tuple[int, int, RoundingKey | None]]:
-        """Return what one call of the kernel updates of elements `[low, high)` of a shard."""
-        request = self.store.plan.request
-        if self.rounding is None or not request.rounds(request.segments[group.segment]):
-            return [(low, high, None)]
-        return self.rounding.parts(group.segment, low, high)
-
-
-def _update_pieces(
-    pass_: _Pass, group: SubGroup, pieces: GradientPieces, slot: Slot | None
-) -> None:
-    """Update a sub-group that pages at most its state from gradients that its caller keeps.
-
-    What lies between the pieces is padding, which is zero and stays so.
-    """
+def _update_group(pass_: UpdatePass, group: SubGroup, slot: Slot | None) -> None:
+    """Update a sub-group on the host."""
     store = pass_.store
     spec = store.plan.request.segments[group.segment]
-    parameter = array_at(
-        store.section_span(group, Section.PARAMETER, slot), spec.element, group.numel
-    )
-    span = store.section_span(group, Section.STATE, slot)
-    state = state_arrays(store.plan, spec, group, span)
+    view = HostView(store, group, slot, store.staging)
+    pieces = pass_.pieces_of(group.segment)
+    if pieces is None:
+        has_gradient = store.has_gradient(group.segment)
+        gradient = view.span(Section.GRADIENT, reads=has_gradient)
+        if not has_gradient:
+            clear_bytes(gradient)
+        pieces = [(group.start, array_at(gradient, spec.gradient, group.numel))]
+    parameter = array_at(view.span(Section.PARAMETER), spec.element, group.numel)
+    state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
     with store.ledger.timing(Activity.UPDATE):
-        for start, gradient in pieces:
-            low, high = max(start, group.start), min(start + gradient.size, group.stop)
-            for first, stop, key in pass_.parts(group, low, high) if low < high else ():
-                inside = slice(first - group.start, stop - group.start)
-                update_sub_group(
-                    store.kernels,
-                    parameter[inside],
-                    gradient[first - start : stop - start],
-                    state.part(inside),
-                    pass_.scalars[spec.param_group],
-                    key,
-                )
-    store.ledger.note("update", _name(store, group))
-    store.count_uses(group)
-    if slot is not None and store.pager is not None:
-        store.pager.page_out(slot, frozenset({Section.STATE}))
-        store.written_states.add(group.index)
-
-
-def _update_group(pass_: _Pass, group: SubGroup, slot: Slot | None) -> None:
-    store = pass_.store
-    spec = store.plan.request.segments[group.segment]
-    gradient = store.section_span(group, Section.GRADIENT, slot)
-    if not store.has_gradient(group.segment):
-        clear_bytes(gradient)
-    parameter = array_at(
-        store.section_span(group, Section.PARAMETER, slot), spec.element, group.numel
-    )
-    gradients = array_at(gradient, spec.gradient, group.numel)
-    span = store.section_span(group, Section.STATE, slot)
-    state = state_arrays(store.plan, spec, group, span)
-    with store.ledger.timing(Activity.UPDATE):
-        for low, high, key in pass_.parts(group, group.start, group.stop):
-            inside = slice(low - group.start, high - group.start)
-            update_sub_group(
-                store.kernels,
-                parameter[inside],
-                gradients[inside],
-                state.part(inside),
-                pass_.scalars[spec.param_group],
-                key,
-            )
-    store.ledger.note("update", _name(store, group))
-    store.count_uses(group)
+        pass_.update(store.kernels, group, (parameter, state), pieces)
+    view.put_back(Section.PARAMETER)
+    view.put_back(Section.STATE)
     if slot is None or store.pager is None:
         return
     changed = frozenset(

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from collections.abc import Sequence
 
 from aio_ops import Engine
-from estimators import SegmentSpec
+from estimators import MemoryPlan, SegmentSpec
 from offload import Ledger, Store, StoreParts, load_kernels
 from zero import machine
 from zero.comm import Communicator
+from zero.devices import move_buffers
+from zero.durable import DurableRun
 from zero.gradients import GradientReducer
 from zero.materialize import InitFunction, seal_units
 from zero.planning import Blueprint
 from zero.runtime import Runtime
 from zero.schedule import UnitScheduler
-from zero.settings import Settings
 from zero.unit import Segment, Unit
 
 
@@ -28,8 +26,9 @@ def build_runtime(
     communicator: Communicator,
     init_fn: InitFunction | None,
     ledger: Ledger | None = None,
+    durable: DurableRun | None = None,
 ) -> Runtime:
-    """Allocate what the plan says and move the model's values there."""
+    """Allocate what the plan says and move the model's values there, or those of a durable run."""
     model = describe_model(blueprint.plan.memory.request.segments)
     communicator.agree(model, "zero.initialize with a model of its own")
     kernels = load_kernels(thread_count=machine.thread_count(communicator.local_world_size))
@@ -41,13 +40,16 @@ def build_runtime(
         plan.nvme[0].path if plan.nvme else None,
         kernels,
         ledger or Ledger(),
+        device=blueprint.device,
         stripes=plan.nvme,
+        position=communicator.rank,
         burst=tiers.write_burst,
         verify=tiers.verify,
         measures_schedule=tiers.measures_schedule,
         pins_slots=settings.parameter_offload.pin_memory or settings.optimizer_offload.pin_memory,
+        kept=durable.open_file(io, plan) if durable is not None else None,
     )
-    store = Store(plan.memory, parts)
+    store = _make_store(plan.memory, parts, communicator)
     try:
         units = []
         segments: list[Segment] = []
@@ -71,7 +73,10 @@ def build_runtime(
             reducer,
             UnitScheduler(units, store, reducer),
         )
+        if durable is not None:
+            store.is_restored = durable.resume(store)
         seal_units(runtime, init_fn)
+        move_buffers(blueprint.units[0].module, blueprint.device.torch_device)
     except BaseException:
         store.close()
         raise
@@ -79,28 +84,25 @@ def build_runtime(
     return runtime
 
 
+def _make_store(plan: MemoryPlan, parts: StoreParts, communicator: Communicator) -> Store:
+    """Make the tiers, on all ranks or on none."""
+    store: Store | None = None
+    failure: Exception | None = None
+    try:
+        store = Store(plan, parts)
+    except Exception as error:  # noqa: BLE001  raised below, by all ranks at once
+        failure = error
+    try:
+        communicator.raise_together(failure, "making the tiers of the plan")
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+    if store is None:
+        raise RuntimeError("no tiers were made, and nothing says why")
+    return store
+
+
 def describe_model(segments: Sequence[SegmentSpec]) -> int:
     """Return a number that ranks with the same model share."""
     return int.from_bytes(hashlib.blake2b(repr(segments).encode(), digest_size=7).digest())
-
-
-def make_loader(
-    data: Dataset[Any],
-    collate_fn: Callable[[list[Any]], Any] | None,
-    settings: Settings,
-    communicator: Communicator,
-) -> DataLoader[Any]:
-    """Return a loader of micro-batches; several ranks read disjoint parts."""
-    sampler: DistributedSampler[Any] | None = None
-    if communicator.world_size > 1:
-        sampler = DistributedSampler(
-            data, num_replicas=communicator.world_size, rank=communicator.rank
-        )
-    return DataLoader(
-        data,
-        batch_size=settings.batch.micro_batch_size,
-        sampler=sampler,
-        shuffle=sampler is None,
-        collate_fn=collate_fn,
-        drop_last=settings.drop_last_batch,
-    )

@@ -95,6 +95,18 @@ class Communicator:
         self.all_gather_in_place(rows.view(-1))
         return rows
 
+    def gather_texts(self, text: str) -> list[str]:
+        """Return the texts of all ranks, which may differ in length."""
+        raw = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8)
+        lengths = self.gather_rows(torch.tensor([raw.numel()])).reshape(-1).tolist()
+        row = torch.zeros(max(lengths), dtype=torch.uint8)
+        row[: raw.numel()] = raw
+        rows = self.gather_rows(row)
+        return [
+            bytes(each[: length - 1].tolist()).decode()
+            for each, length in zip(rows, lengths, strict=True)
+        ]
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite `tensor`, contiguous, with the values of rank `source`."""
         if self.world_size > 1 and tensor.numel():
@@ -143,6 +155,22 @@ class Communicator:
             raise RuntimeError(
                 f"rank {self.rank} is at {what} (number {number}), but the ranks are at numbers"
                 f" {numbers}: all ranks must use the same parts of the model in the same order"
+            )
+
+    def raise_together(self, error: Exception | None, what: str) -> None:
+        """Raise what failed on this rank, or a `RankError` if it failed on another one.
+
+        Raises:
+            RankError: naming the ranks.
+        """
+        rows = self.gather_rows(torch.tensor([error is not None])).reshape(-1)
+        if error is not None:
+            raise error
+        failed = torch.nonzero(rows).reshape(-1).tolist()
+        if failed:
+            raise RankError(
+                f"rank {self.rank}: {what} went well here, but failed on ranks {failed}, whose"
+                " errors say why"
             )
 
     def barrier(self) -> None:

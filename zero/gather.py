@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from offload import Field
+from zero.late import Checksums
 from zero.nursery import NurserySource
 from zero.parameter import reference_of
 from zero.runtime import Runtime
@@ -43,7 +44,7 @@ class GatheredParameters:
         """Parameters that no engine has yet."""
         self._before: dict[int, torch.Tensor] = {}
         self._versions: dict[int, list[int]] = {}
-        self._checksums: dict[int, list[int]] = {}
+        self._checksums: dict[int, Checksums] = {}
         self._snapshots: dict[int, torch.Tensor] = {}
         self._earlier: dict[int, list[ManagedParameter]] = {}
         """What was changed in place before the block, and not taken over yet."""

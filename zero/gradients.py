@@ -9,19 +9,22 @@ nothing moves, the tensors that autograd made are kept instead, see `zero/kept.p
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from estimators.summary import GRADIENT_SCRATCH
-from offload import Kernels, Ledger, Store, array_at, tensor_span
+from offload import Kernels, Ledger, Store, add_block_sums, array_at, tensor_span
 from offload.arrays import torch_dtype
+from offload.device import PASSED, Fence
 from offload.ledger import Activity
 from zero.comm import Communicator
 from zero.hooks import ModuleHook
 from zero.kept import KeptGradients
 from zero.parameter import take_gradient
+from zero.shown import ShownGradients
 from zero.unit import Segment
 
 
@@ -48,11 +51,18 @@ class GradientReducer:
             (member.order for segment in segments for member in segment.members), default=-1
         )
         self._squares = torch.zeros(parameter_count, dtype=torch.float64)
+        self._device_squares: dict[int, torch.Tensor] = {}
+        """Sums of blocks by parameter, on a device, that are not in `_squares` yet."""
+        self._leaving: collections.deque[tuple[torch.Tensor, Fence]] = collections.deque()
+        """Unsharded gradients that are being copied from a device, see [Note: copies]."""
         self._names = {
             member.order: member.name for segment in segments for member in segment.members
         }
         self._not_finite: list[str] = []
-        self.kept = KeptGradients(store)
+        self.kept = KeptGradients(store, segments)
+        self.shown = ShownGradients(store, segments, self.kept.keeps)
+        self._unmeasured: set[int] = set()
+        """Segments in which somebody has set gradients."""
 
     def register(self, on_arrival: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
         """Hook every parameter that gets gradients; `on_arrival` runs at each, inside backward.
@@ -81,13 +91,17 @@ class GradientReducer:
         for segment in self._segments if segments is None else segments:
             if segment.index in self._scratch:
                 self._reduce(segment)
-            elif self.kept.has_arrivals(segment):
-                self._note_kept(segment)
+            else:
+                self.kept.merge(segment)
+        if segments is None:
+            self._let_leave(0)
+            self.shown.show()
 
     def abandon(self) -> None:
         """Drop gradients that have arrived but are not reduced: their backward failed."""
         self._scratch.clear()
         self._arrived.clear()
+        self._let_leave(0)
         self.kept.abandon()
 
     def has_pending(self) -> bool:
@@ -99,10 +113,16 @@ class GradientReducer:
 
         Squares are summed in parameter then rank order, see [Note: block norm]. A collective.
         """
+        self._let_leave(0)
         for segment in self._segments:
+            if self.kept.keeps(segment):
+                self._measure_kept(segment)
+            elif segment.index in self._unmeasured:
+                self._measure(segment)
             if not self._store.has_gradient(segment.index):
-                for member in segment.members:
-                    self._squares[member.order] = 0.0
+                for position in range(len(segment.members)):
+                    self._note_block_sums(segment, position, None, 0)
+        self._fetch_squares()
         rows = self._communicator.gather_rows(self._squares)
         bad = torch.nonzero(~torch.isfinite(rows).all(0)).reshape(-1).tolist()
         self._not_finite = [self._names[order] for order in bad]
@@ -130,21 +150,23 @@ class GradientReducer:
         self._collect(segment, position, parameter)
 
     def _collect(self, segment: Segment, position: int, parameter: torch.Tensor) -> None:
+        if self.kept.keeps(segment):
+            self.kept.arrive(segment)
+            return
+        if self.shown.is_showing and self.shown.withdraw(parameter):
+            return  # autograd has added it to what was shown
         gradient = take_gradient(parameter)
         if gradient is None:
             return
-        if segment.index not in self._scratch and self.kept.accepts(segment, gradient):
-            if self.kept.arrive(segment, position, gradient) == len(segment.members):
-                self._note_kept(segment)
-            return
         scratch = self._scratch.get(segment.index)
         if scratch is None:
-            scratch = torch.zeros(
-                segment.layout.padded_numel, dtype=torch_dtype(segment.spec.gradient)
-            )
+            self._let_leave(1)
+            dtype = torch_dtype(segment.spec.gradient)
+            scratch = self._store.device.zeros(segment.layout.padded_numel, dtype)
             self._arrived[segment.index] = set()
             self._scratch[segment.index] = scratch
-            held = sum(each.numel() * each.element_size() for each in self._scratch.values())
+            held = sum(each.nbytes for each in self._scratch.values())
+            held += sum(each.nbytes for each, _ in self._leaving)
             self._ledger.observe(GRADIENT_SCRATCH, held)
         arrived = self._arrived[segment.index]
         offset, numel = segment.layout.offsets[position], segment.layout.numels[position]
@@ -169,13 +191,20 @@ class GradientReducer:
                 shard.div_(self._communicator.world_size)
                 self._store.heap.freed(scratch.nbytes)  # the copy that gloo reduced in
         segment.dropped_gradients.clear()
-        self._store.add_gradient(segment.index, tensor_span(shard))
-        self._note_squares(segment, shard)
+        device = self._store.device
+        with device.marking(f"gradients of {segment.spec.unit}"):
+            fence = self._store.add_gradient(segment.index, device.memory_of(shard))
+            self._note_squares(segment, shard)
+        if fence is not PASSED:
+            self._leaving.append((scratch, fence))
 
-    def _note_kept(self, segment: Segment) -> None:
-        """Add what a backward has delivered to the kept gradients, and measure them."""
-        segment.dropped_gradients.clear()
-        self.kept.merge(segment)
+    def _measure_kept(self, segment: Segment) -> None:
+        """Take the norms of gradients that are at their parameters now."""
+        self.kept.count(segment)
+        if not self._store.device.is_host:
+            for position in range(len(segment.members)):
+                self._note_block_sums(segment, position, self.kept.gradient(segment, position), 0)
+            return
         for position, member in enumerate(segment.members):
             gradient = self.kept.gradient(segment, position)
             self._squares[member.order] = (
@@ -186,19 +215,49 @@ class GradientReducer:
                 else 0.0
             )
 
-    def settle(self, segment: Segment) -> None:
-        """Put kept gradients where the plan has them, for those who read or set single ones."""
-        self.kept.settle(segment)
+    def note_set(self, segment: Segment) -> None:
+        """Have the norm of a segment's gradients taken anew at the step: somebody has set them."""
+        self._unmeasured.add(segment.index)
 
-    def measure(self, segment: Segment) -> None:
-        """Take the norm of a segment's gradients anew: somebody has set them."""
-        self.settle(segment)
-        shard = torch.zeros(segment.layout.shard_numel, dtype=torch_dtype(segment.spec.gradient))
+    def store_all(self) -> None:
+        """Put copies of the gradients at parameters into the shards, for those who read these."""
+        self.shown.adopt()
+        for segment in self._segments:
+            if self.kept.keeps(segment):
+                self.kept.store(segment)
+        self.shown.show()
+
+    def take_stored(self, segment: Segment) -> None:
+        """Take over gradients that somebody has put into the shard of a segment."""
+        if self.kept.keeps(segment):
+            self.kept.take_stored(segment)
+        else:
+            self.note_set(segment)
+            self.shown.show()
+
+    def drop(self) -> None:
+        """Drop what is at the parameters, at the end of a window."""
+        self._unmeasured.clear()
+        self.kept.drop()
+        self.shown.drop()
+
+    def _measure(self, segment: Segment) -> None:
+        device = self._store.device
+        shard = device.zeros(segment.layout.shard_numel, torch_dtype(segment.spec.gradient))
         if shard.numel():
-            self._store.read_gradient(segment.index, tensor_span(shard))
+            device.join(self._store.read_gradient(segment.index, device.memory_of(shard)))
         self._note_squares(segment, shard)
 
+    def _let_leave(self, count: int) -> None:
+        """Free unsharded gradients that were copied to host memory, all but the last `count`."""
+        while len(self._leaving) > count:
+            self._store.device.join(self._leaving.popleft()[1])
+
     def _note_squares(self, segment: Segment, shard: torch.Tensor) -> None:
+        self._unmeasured.discard(segment.index)
+        if not self._store.device.is_host:
+            self._note_device_squares(segment, shard)
+            return
         span = tensor_span(shard)
         element_bytes = segment.spec.gradient.size_bytes
         squares = dict.fromkeys(range(len(segment.members)), 0.0)
@@ -208,3 +267,32 @@ class GradientReducer:
             squares[piece.index] = self._kernels.sum_squares(values, piece.first)
         for position, square in squares.items():
             self._squares[segment.members[position].order] = square
+
+    def _note_device_squares(self, segment: Segment, shard: torch.Tensor) -> None:
+        """Sum the squares where the gradients are; the host asks for them at the step."""
+        for position in range(len(segment.members)):
+            self._note_block_sums(segment, position, None, 0)
+        for piece in segment.pieces:
+            values = shard[piece.start : piece.start + piece.numel]
+            self._note_block_sums(segment, piece.index, values, piece.first)
+
+    def _note_block_sums(
+        self, segment: Segment, position: int, values: torch.Tensor | None, first: int
+    ) -> None:
+        order = segment.members[position].order
+        self._squares[order] = 0.0
+        self._device_squares.pop(order, None)
+        if values is not None and values.numel():
+            self._device_squares[order] = self._store.device_kernels.block_sums(values, first)
+
+    def _fetch_squares(self) -> None:
+        """Bring the sums of all blocks to the host at once, and add those of each parameter."""
+        if not self._device_squares:
+            return
+        sums = torch.cat(list(self._device_squares.values())).tolist()
+        start = 0
+        for order, blocks in self._device_squares.items():
+            stop = start + blocks.numel()
+            self._squares[order] = add_block_sums(sums[start:stop])
+            start = stop
+        self._device_squares.clear()

@@ -18,7 +18,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from estimators import SHARD_ALIGNMENT_NUMEL, align_up
 from offload import Field, Spool, SpooledArray
-from zero.burial import Grave
 from zero.comm import Communicator
 from zero.errors import ShardedAccessError
 from zero.parameter import (
@@ -26,6 +25,7 @@ from zero.parameter import (
     ParameterReference,
     reference_of,
 )
+from zero.seal import seal, sealed_like
 from zero.source import OwnedPiece, ShardSource
 
 
@@ -103,10 +103,9 @@ class NurserySource(ShardSource):
         values: torch.Tensor,
         shape: torch.Size | None = None,
     ) -> None:
-        super().__init__(name, parameter.shape if shape is None else shape)
+        super().__init__(name, parameter.shape if shape is None else shape, torch.device("cpu"))
         self.nursery = nursery
         self.open_count = 0
-        self._grave: Grave | None = None
         self._parameter = weakref.ref(parameter)
         self._dtype = values.dtype
         self._shard = SpooledShard(nursery, values, name)
@@ -192,16 +191,12 @@ class NurserySource(ShardSource):
             parameter.dtype != self._dtype
             or parameter.shape != self.shape
             or not _owns_memory(parameter)
+            or parameter.device.type != "cpu"
         ):
             with torch.inference_mode(mode=False):
                 parameter.data = torch.empty(self.shape, dtype=self._dtype)
         parameter.untyped_storage().resize_(0)
-        self._grave = Grave(parameter.data)
-        self._grave.bury(parameter)
-
-    def grave(self) -> Grave | None:
-        """Return what the parameter has in place of values while it is sharded."""
-        return self._grave
+        seal(parameter, sealed_like(parameter.data))
 
 
 def _owns_memory(parameter: torch.Tensor) -> bool:

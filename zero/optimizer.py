@@ -36,6 +36,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._run_step: Callable[[], None] | None = None
         self._drop_gradients: Callable[[], None] | None = None
 
+    @property
+    def type_name(self) -> str:
+        """The optimizer as configurations call it."""
+        return "AdamW"
+
     def attach(
         self,
         run_step: Callable[[], None],
@@ -72,14 +77,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.has_new_groups = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Refuse: the state lives on the tiers, and this version has no checkpoints.
+        """Refuse: the state lives on the tiers, and `engine.save_checkpoint` saves it.
 
         Raises:
             RuntimeError: always; an empty state would lose the moments without a word.
         """
         raise RuntimeError(
-            "optimizer.state_dict: the optimizer state lives on the tiers of the engine, and this"
-            " version has no checkpoints yet"
+            "optimizer.state_dict: the optimizer state lives on the tiers of the engine; save it"
+            " with engine.save_checkpoint(folder)"
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -90,7 +95,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         raise RuntimeError(
             f"optimizer.load_state_dict: a state of {len(state_dict)} entries cannot be loaded;"
-            " this version has no checkpoints yet"
+            " load what engine.save_checkpoint saved with engine.load_checkpoint(folder)"
         )
 
     @overload

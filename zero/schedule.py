@@ -121,6 +121,8 @@ class UnitScheduler:
             failed = True
             self._reducer.abandon()
         self._guard.pop_all()
+        for unit in self.units:
+            unit.drop_prefetched(self._store)
         self._forward_thread = None
         if failed or self._in_forward:
             self._store.reclaim()
@@ -180,8 +182,6 @@ class UnitScheduler:
             node = tensor.grad_fn
             if node is not None:
                 node.register_prehook(ModuleHook(self._needed, unit, token))
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            unit.await_backward(is_awaited=True)
         self._release(unit)
         return output
 
@@ -216,7 +216,9 @@ class UnitScheduler:
     def _acquire(self, unit: Unit, phase: Phase) -> None:
         self._unshard(unit)
         self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(self.units))
-        for predicted in self._order.visit(phase, unit.index):
+        for position, predicted in enumerate(self._order.visit(phase, unit.index)):
+            if not position and not self._store.device.is_host:
+                self.units[predicted].prefetch(self._store)
             if not self._read_ahead(self.units[predicted]):
                 break
 
@@ -230,18 +232,17 @@ class UnitScheduler:
 
     def _release(self, unit: Unit) -> None:
         if not unit.is_held:
-            if torch._C._current_graph_task_id() != -1:
-                unit.await_backward(is_awaited=False)
             self._guard.forget(unit)
             held_bytes = unit.live_bytes
             unit.reshard()
-            self._store.heap.freed(held_bytes)
+            if self._store.device.is_host:
+                self._store.heap.freed(held_bytes)
 
     def _queue_end_of_task(self) -> None:
         task = torch._C._current_graph_task_id()
         if task == -1 or task in self._tasks_with_callback:
             return
-        if self._tasks_with_callback and _backward_depth() == 1:
+        if self._tasks_with_callback and _is_outermost_backward():
             self.recover()  # no backward is around this one, so the earlier one failed
         self._tasks_with_callback.add(task)
         engine = torch.autograd.Variable._execution_engine
@@ -261,6 +262,15 @@ class UnitScheduler:
             self._reducer.flush()
         if self.on_backward_end is not None:
             self.on_backward_end()
+
+
+def _is_outermost_backward() -> bool:
+    """Tell whether no backward is around the one that runs.
+
+    The backward of a GPU runs on a thread of autograd, which the caller's frames are not on.
+    """
+    is_of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
+    return _backward_depth() == (0 if is_of_autograd else 1)
 
 
 def _backward_depth() -> int:

@@ -17,12 +17,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from estimators import shard_bounds
-from offload import Field, ensure_gradient, field_dtype, has_field, read_range, write_range
+from offload import (
+    Field,
+    ensure_gradient,
+    field_dtype,
+    has_field,
+    read_range,
+    round_like_store,
+    write_range,
+)
 from zero.errors import ShardedAccessError
+from zero.replicated import gather_values
 
 if TYPE_CHECKING:
-    from zero.burial import Grave
     from zero.comm import Communicator
+    from zero.kept import KeptGradients
     from zero.runtime import Runtime
     from zero.unit import Segment, Unit
 
@@ -33,9 +42,11 @@ OwnedPiece = tuple[int, int, int]
 class ShardSource(abc.ABC):
     """Values, gradient and optimizer state of one parameter, wherever they rest."""
 
-    def __init__(self, name: str, shape: torch.Size) -> None:
+    def __init__(self, name: str, shape: torch.Size, device: torch.device) -> None:
         self.name = name
         self.shape = shape
+        self.device = device
+        """Where values are read to, and what the parameter says of its device."""
 
     @property
     @abc.abstractmethod
@@ -76,10 +87,6 @@ class ShardSource(abc.ABC):
         """Return the unsharded values if they are in memory and count, shape `shape`."""
         return None
 
-    @abc.abstractmethod
-    def grave(self) -> Grave | None:
-        """Return what the parameter has in place of values while it is sharded."""
-
     def after_write(self, field: Field) -> None:  # noqa: B027  most sources have nothing to do
         """Tell whoever depends on a field that it changed."""
 
@@ -94,7 +101,7 @@ class ShardSource(abc.ABC):
             live = self.live()
             if live is not None:
                 return live.clone()
-        full = torch.empty(self.shape, dtype=self.dtype(field))
+        full = torch.empty(self.shape, dtype=self.dtype(field), device=self.device)
         self.assemble(full, self.read_own(field))
         return full
 
@@ -129,6 +136,7 @@ class ShardSource(abc.ABC):
             with torch.no_grad():
                 live.copy_(full)
         self.after_write(field)
+        _show(self, full, field)
 
 
 class StoreSource(ShardSource):
@@ -136,7 +144,8 @@ class StoreSource(ShardSource):
 
     def __init__(self, runtime: Runtime, segment: Segment, position: int, unit: Unit) -> None:
         member = segment.members[position]
-        super().__init__(member.name, member.parameter.shape)
+        device = runtime.store.device.torch_device
+        super().__init__(member.name, member.parameter.shape, device)
         self.owner: weakref.ref[Any] = weakref.ref(runtime)  # a model keeps no engine alive
         self.segment_index = segment.index
         self.position = position
@@ -185,8 +194,24 @@ class StoreSource(ShardSource):
         """Whether an optimizer of the engine updates the parameter."""
         return self.runtime.reducer is not None and self.segment.spec.trainable
 
+    @property
+    def _kept(self) -> KeptGradients | None:
+        """What keeps the gradient at the parameter, or None if it rests in shards."""
+        reducer = self.runtime.reducer
+        return reducer.kept if reducer is not None and reducer.kept.keeps(self.segment) else None
+
+    def _refresh_gradient(self) -> None:
+        """Take over what a user has put at the parameter, see [Note: shown gradients]."""
+        reducer = self.runtime.reducer
+        if reducer is not None and reducer.shown.is_showing:
+            reducer.shown.refresh(self.segment.members[self.position])
+
     def has(self, field: Field) -> bool:
         """Tell whether a field exists now: a frozen parameter has its values only."""
+        if field is Field.GRADIENT:
+            self._refresh_gradient()
+        if field is Field.GRADIENT and self._kept is not None:
+            return self._kept.gradient(self.segment, self.position) is not None
         if field is Field.GRADIENT and self.position in self.segment.dropped_gradients:
             return False
         return has_field(self.runtime.store, self.segment_index, field)
@@ -214,38 +239,41 @@ class StoreSource(ShardSource):
                 return piece.start, piece.start + piece.numel
         return 0, 0
 
-    def settle(self, field: Field) -> None:
-        """Bring a field to where the plan has it: changes in place, and kept gradients."""
+    def settle(self) -> None:
+        """Bring what was changed in place to where the plan has it."""
         self.segment.commit(self.runtime.store, self.position)
-        if field is Field.GRADIENT and self.runtime.reducer is not None:
-            self.runtime.reducer.settle(self.segment)
 
     def read_own(self, field: Field) -> torch.Tensor:
         """Return a private copy of this rank's piece, flat."""
-        self.settle(field)
+        self.settle()
+        if field is Field.GRADIENT:
+            self._refresh_gradient()
         start, stop = self.own_range()
-        return read_range(self.runtime.store, self.segment_index, field, start, stop)
+        kept = self._kept
+        if field is Field.GRADIENT and kept is not None:
+            found = kept.gradient(self.segment, self.position)
+            zeros = torch.zeros(stop - start, dtype=self.dtype(field), device=self.device)
+            return zeros if found is None else found.clone()
+        own = read_range(self.runtime.store, self.segment_index, field, start, stop)
+        return own.to(self.device)
 
     def write_own(self, field: Field, values: torch.Tensor, start: int = 0) -> None:
         """Set elements of this rank's piece from `start` on, with their residual."""
-        self.settle(field)
+        self.settle()
+        kept = self._kept
+        if field is Field.GRADIENT and kept is not None:
+            kept.set_part(self.segment, self.position, start, values)
+            return
         first = self.own_range()[0] + start
         write_range(self.runtime.store, self.segment_index, field, first, values.contiguous())
-        if self.segment.is_in_place and field in (Field.PARAMETER, Field.MASTER):
+        if field in (Field.PARAMETER, Field.MASTER):
             self.segment.accept_changes(self.position)
 
     def live(self) -> torch.Tensor | None:
         """Return the view of the flat buffer while the unit is unsharded."""
-        segment = self.segment
-        if segment.is_in_place or not self.runtime.units[self.unit_index].is_unsharded:
+        if self.segment.is_in_place or not self.runtime.units[self.unit_index].is_unsharded:
             return None
-        offset, numel = segment.layout.offsets[self.position], segment.layout.numels[self.position]
-        return segment.flat[offset : offset + numel].view(self.shape)
-
-    def grave(self) -> Grave | None:
-        """Return what the parameter has in place of values while it is sharded."""
-        segment = self.segment
-        return None if segment.is_in_place else segment.graves[self.position]
+        return _view(self)
 
     def after_write(self, field: Field) -> None:
         """Invalidate graphs that saved the old values; measure a gradient that was set.
@@ -257,7 +285,7 @@ class StoreSource(ShardSource):
             self.segment.dropped_gradients.discard(self.position)
             reducer = self.runtime.reducer
             if reducer is not None:
-                reducer.measure(self.segment)
+                reducer.note_set(self.segment)
         elif field in (Field.PARAMETER, Field.MASTER):
             self.segment.forget_value(self.position)
 
@@ -271,10 +299,33 @@ class StoreSource(ShardSource):
             self.runtime.store.forget_gradient(self.segment_index)
             segment.dropped_gradients.clear()
             return
-        self.settle(Field.GRADIENT)
+        self.settle()
         start, stop = self.own_range()
         zeros = torch.zeros(stop - start, dtype=self.dtype(Field.GRADIENT))
         write_range(self.runtime.store, self.segment_index, Field.GRADIENT, start, zeros)
         reducer = self.runtime.reducer
         if reducer is not None:
-            reducer.measure(segment)
+            reducer.note_set(segment)
+
+
+def share_pieces(source: ShardSource) -> None:
+    """Let each rank that has all values see what the others wrote of theirs; a collective."""
+    if isinstance(source, StoreSource) and source.segment.is_replicated:
+        source.segment.commit(source.runtime.store)
+        gather_values(source.segment, source.runtime.store.ledger)
+
+
+def _show(source: ShardSource, full: torch.Tensor, field: Field) -> None:
+    """Put values that all ranks have alike where each rank has all values."""
+    is_value = field in (Field.PARAMETER, Field.MASTER)
+    if is_value and isinstance(source, StoreSource) and source.segment.is_replicated:
+        with torch.no_grad():
+            _view(source).copy_(round_like_store(source.runtime.store, source.segment_index, full))
+        source.segment.accept_changes(source.position)
+
+
+def _view(source: StoreSource) -> torch.Tensor:
+    """Return the place of a parameter in the flat buffer."""
+    layout = source.segment.layout
+    offset, numel = layout.offsets[source.position], layout.numels[source.position]
+    return source.segment.flat[offset : offset + numel].view(source.shape)

@@ -22,11 +22,12 @@ class FieldSurface:
     _runtime: Runtime
     _settings: Settings
     _step_applied: bool
+    _global_samples: int
 
     @property
     def device(self) -> torch.device:
-        """Where inputs belong and losses are: this version computes on the CPU."""
-        return torch.device("cpu")
+        """Where inputs belong and losses are."""
+        return self._runtime.store.device.torch_device
 
     @property
     def local_rank(self) -> int:
@@ -45,7 +46,7 @@ class FieldSurface:
     @property
     def global_samples(self) -> int:
         """The samples of all steps over all ranks, skipped steps included."""
-        return self.global_steps * self._settings.batch.train_batch_size
+        return self._global_samples
 
     def zero_optimization_stage(self) -> int:
         """Return the ZeRO stage."""

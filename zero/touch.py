@@ -85,15 +85,16 @@ def _refuse(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _on_stand_ins(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
-    """Answer what depends on the device with tensors on the CPU, where parameters belong."""
+    """Answer what depends on the device with tensors there, where parameters belong."""
 
     def stand_in(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return type(value)(map(stand_in, value))
         if not isinstance(value, SHARDED):
             return value
+        device = source_of(value).device
         with torch._C.DisableTorchFunctionSubclass():
-            return torch.empty((), dtype=value.dtype).expand(value.size())
+            return torch.empty((), dtype=value.dtype, device=device).expand(value.size())
 
     with torch.no_grad():
         found = tuple(stand_in(value) for value in args)
@@ -190,9 +191,10 @@ def _cast(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
         return NotImplemented
     if kwargs.get("copy") or len(args) > 3:
         return NotImplemented
+    device = source_of(item).device
     with torch._C.DisableTorchFunctionSubclass():
         probe = torch.empty_strided(
-            (1,) * item.dim(), (1,) * item.dim(), dtype=item.dtype, device="cpu"
+            (1,) * item.dim(), (1,) * item.dim(), dtype=item.dtype, device=device
         )
         is_same = func(probe, *args[1:], **kwargs) is probe and item.is_contiguous()
     return item if is_same else NotImplemented
@@ -236,9 +238,6 @@ def _get_gradient(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -
     source = source_of(item)
     if not source.is_alive or not source.has(Field.GRADIENT):
         return None
-    grave = source.grave()
-    if grave is not None:
-        grave.lay_open(item)  # an optimizer will compare devices of the two
     geometry = torch.empty(source.shape, dtype=source.dtype(Field.GRADIENT), device="meta")
     return ShardedView.of(item, geometry, Field.GRADIENT, is_differentiable=False)
 
@@ -261,9 +260,6 @@ def _set_gradient(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -
     if value.shape != item.shape:
         raise refusal(item, f"setting .grad to shape {tuple(value.shape)}", "use its own shape")
     if not isinstance(source, StoreSource) or not source.is_trained:
-        grave = source.grave()
-        if grave is not None:
-            grave.lay_open(item)
         run_plainly(func, (item, value), kwargs)
         return
     source.communicator.join(f"setting the gradient of {source.name}")

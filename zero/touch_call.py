@@ -98,23 +98,9 @@ class Call:
             self._gather(item, blank=blank is item)
         args = self._replace(self._args)
         kwargs = self._replace(self._kwargs)
-        try:
-            result = self._func(*args, **kwargs)
-            self._write_back()
-            self._close(is_done=True)
-        except BaseException:
-            self._close(is_done=False)
-            raise
+        result = self._func(*args, **kwargs)
+        self._write_back()
         return self._wrap(result)
-
-    def _close(self, *, is_done: bool) -> None:
-        """Bury what no graph of the caller holds, see [Note: burial]."""
-        for copy in self._copies.values():
-            grave = copy.source.grave()
-            if grave is not None:
-                if is_done and copy.node is not None:
-                    grave.keep_open(copy.node)
-                grave.close(copy.parameter)
 
     def _join(self, sharded: list[Sharded]) -> None:
         if not sharded:
@@ -151,7 +137,7 @@ class Call:
                 )
             with torch.inference_mode(mode=False), torch.no_grad():
                 full = (
-                    torch.empty(source.shape, dtype=source.dtype(field))
+                    torch.empty(source.shape, dtype=source.dtype(field), device=source.device)
                     if blank
                     else source.read(field)
                 )
@@ -159,9 +145,6 @@ class Call:
             self._copies[key] = _Copy(parameter, source, field, full, full._version)
         copy = self._copies[key]
         if copy.node is None and follows_gradient(item):
-            grave = source.grave() if isinstance(copy.parameter, ShardedParameter) else None
-            if grave is not None:
-                grave.lay_open(copy.parameter)
             copy.full = _HandGradient.apply(copy.parameter, [copy.full])  # type: ignore[no-untyped-call]
             copy.node = copy.full.grad_fn
 
@@ -192,9 +175,12 @@ class Call:
 
     def _write_back(self) -> None:
         everything = tables.writes_everything(self._name)
-        first = set()
+        first = {
+            id(source_of(item))
+            for item in sharded_in(mutated(self._func, self._args, self._kwargs))
+        }
         if tables.writes_first(self._name):
-            first = {id(source_of(item)) for item in sharded_in(self._args[:1])}
+            first |= {id(source_of(item)) for item in sharded_in(self._args[:1])}
         for copy in self._copies.values():
             if copy.node is not None and copy.full.grad_fn is not copy.node:
                 raise RuntimeError(
@@ -235,6 +221,21 @@ class Call:
                         is_differentiable=result.requires_grad,
                     )
         return result
+
+
+def mutated(func: Any, args: Arguments, kwargs: Keywords) -> list[Any]:
+    """Return the arguments that an operator says it writes; below autograd no version moves."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return []
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    given.update(kwargs)
+    return [
+        given[argument.name]
+        for argument in func._schema.arguments
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and argument.name in given
+    ]
 
 
 def sharded_in(value: Any) -> Iterator[Sharded]:

@@ -18,7 +18,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 _ATTRIBUTES = _words(
     """
-    shape dtype device layout ndim requires_grad is_leaf grad_fn is_sparse is_quantized
+    shape dtype device layout ndim requires_grad is_leaf grad_fn is_sparse
     is_cuda is_cpu is_meta is_mkldnn is_nested is_xla is_mps is_xpu is_mtia is_vulkan
     is_ipu is_maia is_sparse_csr _version output_nr name names retains_grad nbytes
     itemsize _backward_hooks _post_accumulate_grad_hooks _base grad_dtype
@@ -97,7 +97,7 @@ METADATA: frozenset[Any] = frozenset(
 )
 """Answered by the object itself: its shape and type are true."""
 
-_DEVICE_ATTRIBUTES = ("device", "is_cpu", "is_meta", "is_cuda", "is_xpu", "is_mps")
+_DEVICE_ATTRIBUTES = ("device", "is_quantized", "is_cpu", "is_meta", "is_cuda", "is_xpu", "is_mps")
 
 _FACTORIES = _words(
     """
@@ -112,7 +112,7 @@ DEVICE: frozenset[Any] = frozenset(
     | _found(torch.Tensor, _FACTORIES)
     | _found(torch, _FACTORIES)
 )
-"""Depend on the device, which is only true of a stand-in, see [Note: burial]."""
+"""Depend on dispatch keys, which are only true of a stand-in, see [Note: seal]."""
 
 AUTOGRAD: frozenset[Any] = frozenset(
     {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}

@@ -5,6 +5,11 @@
 look like an in-place change to autograd. Saved tensors of autograd share its storage: resizing the
 storage to zero frees them too, and filling it again revives them.
 
+[Note: hidden writes] A write through `.data` or a numpy array moves no version counter, and no hook
+could see it without making every operator slower. So each parameter's values are summed up (xxh3,
+at several times the speed of filling the buffer) before and after each window. On one rank the sum
+of an earlier window serves as long as nobody has written the shard.
+
 [Note: changes in place] A 16-bit parameter that rests in place has its master elsewhere, which a
 write to the parameter must reach, and a write through `.data` moves no version counter. So such a
 segment keeps a checksum of each parameter from when both last agreed; whatever differs when the
@@ -17,29 +22,31 @@ import enum
 from collections.abc import Collection, Sequence
 
 import torch
-import xxhash
 from torch import nn
 
 from estimators import ElementType, FlatLayout, Piece, SegmentSpec, shard_pieces
 from offload import (
+    Device,
+    DeviceChecksums,
     Field,
+    HostDevice,
     Ledger,
     Store,
+    elements_at,
     has_field,
-    tensor_at,
-    tensor_span,
     write_parameters,
+    write_parameters_on_device,
     write_range,
 )
 from offload.arrays import torch_dtype
 from offload.ledger import Activity
-from zero.burial import Grave, bury_all
+from zero.aliases import LateAliases, checksums, checksums_of
+from zero.coming import ComingParameters, read_flat
 from zero.comm import Communicator
+from zero.late import Checksums, differing
+from zero.replicated import gather_values
+from zero.seal import seal_all, sealed_like
 from zero.units import ManagedParameter
-
-AUDITED_WINDOWS = 3
-"""Windows of a segment whose values are summed up before and after: a write through `.data` moves
-no version counter."""
 
 
 class UnitState(enum.Enum):
@@ -73,19 +80,31 @@ class Segment:
         self.layout: FlatLayout = spec.layout(communicator.world_size)
         self.pieces: list[Piece] = shard_pieces(self.layout, communicator.rank)
         self.is_in_place = False
+        self.is_replicated = False
+        """Whether it is in place on each of several ranks, with the values of all."""
         self.flat = torch.empty(0, dtype=torch_dtype(spec.element))  # [padded numel] once attached
-        self._communicator = communicator
+        self._device: Device = HostDevice()
+        self.communicator = communicator
         self.dropped_gradients: set[int] = set()
         """Positions whose gradient was set to None since the segment last got gradients."""
         self._versions: list[int] = []
         self._shapes: list[torch.Size] = []
         self._views: list[torch.Tensor] = []
-        self.graves: list[Grave] = []
-        self._checksums: list[int] = []
+        self._sealed: list[torch.Tensor] = []
+        self._checksums: Checksums = []
+        self.audited: list[int] | None = None
+        """Positions whose checksum was found to be another one, by `audit`."""
+        self._device_checksums: DeviceChecksums | None = None
+        self.late_differences: torch.Tensor | None = None
+        """On a device, which parameters checksums showed to be written; [Note: late comparison]."""
+        self.coming = ComingParameters(self)
         self._has_masters = False
         """Whether it rests in place and its masters elsewhere."""
-        self._audits_left = AUDITED_WINDOWS
+        self._sums_hold = False
+        """Whether the checksums are those of what rests in the shards now."""
+        self._is_exposed = False
         self._use_count = 0
+        self.aliases = LateAliases(spec, self.layout)
 
     @property
     def versions(self) -> list[int]:
@@ -100,15 +119,17 @@ class Segment:
     def attach(self, store: Store) -> None:
         """Make the parameters views of the flat buffer: the shard itself where it is in place."""
         self.is_in_place = store.plan.is_in_place(self.index)
+        self._device = store.device
+        self.is_replicated = self.is_in_place and self.layout.world_size > 1
         self._shapes = [parameter.shape for parameter in self.parameters]
         resident = store.resident_parameters(self.index)
         if self.is_in_place and resident is not None:
-            self.flat = tensor_at(resident, self.spec.element, self.layout.padded_numel)
+            self.flat = elements_at(resident, self.spec.element, self.layout.padded_numel)
             self._cut()
             _link(self.parameters, self._views)
             is_16_bit = self.spec.element is not ElementType.FP32
             self._has_masters = is_16_bit and has_field(store, self.index, Field.MASTER)
-            self.accept_changes()
+            gather_values(self, store.ledger)
             return
         self._renew()
 
@@ -116,27 +137,26 @@ class Segment:
         """Let go of the flat buffer: the parameters have their values elsewhere now."""
         self.flat = torch.empty(0, dtype=self.flat.dtype)
         self._views.clear()
-        self.graves.clear()
+        self._sealed.clear()
 
     def fill(self, store: Store, ledger: Ledger) -> None:
         """Read this rank's shard into the flat buffer and gather the others'."""
         if self.is_in_place:
             return
-        storage = self.flat.untyped_storage()
-        storage.resize_(self.flat.numel() * self.flat.element_size())
-        if self.flat.numel():
-            store.read_parameters(self.index, tensor_span(self._communicator.own_slice(self.flat)))
+        if not self.coming.take(store):
+            self._device.join(read_flat(self, store))
         with ledger.timing(Activity.COLLECTIVE):
-            self._communicator.agree(self.index, f"the parameters of unit {self.spec.unit}")
-            self._communicator.all_gather_in_place(self.flat)
+            self.communicator.agree(self.index, f"the parameters of unit {self.spec.unit}")
+            self.communicator.all_gather_in_place(self.flat)
 
     def expose(self) -> None:
         """Make the parameters plain: their values may be read now."""
         if not self.is_in_place:
             _link(self.parameters, self._views)
             self._use_count = _use_count(self.flat)
-            self._checksums = self.checksums() if self._audits_left > 0 else []
-            self._audits_left -= 1
+            if not self._sums_hold or self.communicator.world_size > 1:
+                self._checksums = self.checksums()
+            self._sums_hold = self._is_exposed = True
         self._versions = self.versions
 
     def hide(self) -> None:
@@ -148,11 +168,14 @@ class Segment:
             return
         storage = self.flat.untyped_storage()
         aliased = _use_count(self.flat) > self._use_count
+        if aliased and self._is_exposed:
+            self.aliases.add(self.flat)
+        self._is_exposed = False
         if aliased or not storage.resizable() or any(map(self._has_strayed, self.members)):
             self._renew()
             return
         storage.resize_(0)
-        bury_all(self.parameters, self.graves)
+        seal_all(self.parameters, self._sealed)
 
     def changed(
         self, since: Sequence[int] | None = None, position: int | None = None
@@ -162,36 +185,44 @@ class Segment:
         Only the one at `position` is looked at, if that is given.
         """
         versions = self._versions if since is None else since
-        sums = self._checksums if since is None else []
         chosen = range(len(self.members)) if position is None else range(position, position + 1)
+        differs = self.audited
+        if differs is None or since is not None:
+            differs = differing(self, self._checksums if since is None else [], chosen)
         return [
             self.members[each]
             for each in chosen
             if self.members[each].parameter._version != versions[each]
             or self._has_strayed(self.members[each])
-            or (sums and self.checksums([each]) != [sums[each]])
+            or each in differs
         ]
 
-    def checksums(self, positions: Sequence[int] | None = None) -> list[int]:
-        """Return a checksum of the values of each parameter, or of those at some positions."""
-        memory = tensor_span(self.flat).view() if self.flat.numel() else memoryview(b"")
-        size = self.flat.element_size()
-        layout = self.layout
-        return [
-            xxhash.xxh3_64_intdigest(memory[offset * size : (offset + numel) * size])
-            for offset, numel in (
-                (layout.offsets[each], layout.numels[each])
-                for each in (range(len(self.members)) if positions is None else positions)
-            )
-        ]
+    def lost_writes(self) -> list[ManagedParameter]:
+        """Return the parameters written in the window that ends.
 
-    def differing(self, checksums: Sequence[int]) -> list[ManagedParameter]:
-        """Return the parameters whose values have another checksum now."""
+        What a device has yet to compare, `require_no_late_differences` tells.
+        """
+        if self._device.is_host or not isinstance(self._checksums, torch.Tensor):
+            return self.changed()
+        found = torch.ne(self._checksums, torch.as_tensor(self.checksums()))
+        earlier = self.late_differences
+        self.late_differences = found if earlier is None else earlier | found
         return [
             member
-            for member, old, new in zip(self.members, checksums, self.checksums(), strict=True)
-            if old != new
+            for member, version in zip(self.members, self._versions, strict=True)
+            if member.parameter._version != version or self._has_strayed(member)
         ]
+
+    def checksums(self, positions: Sequence[int] | None = None) -> Checksums:
+        """Return a checksum of the values of each parameter, or of those at some positions."""
+        if not self._device.is_host and self._device_checksums is None:
+            self._device_checksums = checksums_of(self.flat, self.layout)
+        return checksums(self.flat, self.layout, positions, self._device_checksums)
+
+    def differing(self, checksums: Checksums) -> list[ManagedParameter]:
+        """Return the parameters whose values have another checksum now."""
+        positions = range(len(self.members))
+        return [self.members[each] for each in differing(self, checksums, positions)]
 
     def collect_strays(self) -> None:
         """Copy the values of parameters that were moved off the flat buffer back into it.
@@ -233,15 +264,18 @@ class Segment:
 
     def accept_changes(self, position: int | None = None) -> None:
         """Take the current values as unchanged, or those of one parameter."""
+        self._sums_hold = False
+        self.audited = None
         if position is None:
             self._versions = self.versions
-            self._checksums = self.checksums() if self._has_masters else []
+        elif self._versions:
+            self._versions[position] = self.members[position].parameter._version
+        if not (self._has_masters or self._is_exposed):
             return
-        self._versions[position] = self.members[position].parameter._version
-        if self._has_masters:
-            self._checksums[position] = self.checksums([position])[0]
+        if position is None:
+            self._checksums = self.checksums()
         else:
-            self._checksums = []
+            self._checksums[position] = self.checksums([position])[0]  # type: ignore[assignment]
 
     def commit(self, store: Store, position: int | None = None) -> None:
         """Take over what a user changed in place, see [Note: changes in place].
@@ -251,6 +285,7 @@ class Segment:
             position: the only parameter to look at; all of them by default.
         """
         if not self.is_in_place:
+            self.aliases.require_unwritten()
             return
         if any(map(self._has_strayed, self.members)):
             position = None
@@ -264,12 +299,12 @@ class Segment:
     def forget_value(self, position: int) -> None:
         """Tell autograd that one parameter changed, and take the change as known."""
         torch.autograd.graph.increment_version([self.members[position].parameter])
-        if self._versions:
-            self.accept_changes(position)
+        self.accept_changes(position)
 
     def forget_values(self) -> None:
         """Tell autograd that the values changed: a graph that saved the old ones must not run."""
         torch.autograd.graph.increment_version(self.parameters)
+        self._sums_hold = False
 
     def _has_strayed(self, member: ManagedParameter) -> bool:
         """Tell whether a parameter was moved off the flat buffer, for example by `.data = ...`."""
@@ -282,12 +317,13 @@ class Segment:
     def _renew(self) -> None:
         """Give the segment a new flat buffer, empty, and make the parameters views of it."""
         with torch.inference_mode(mode=False):
-            self.flat = torch.empty(self.layout.padded_numel, dtype=torch_dtype(self.spec.element))
+            dtype = torch_dtype(self.spec.element)
+            self.flat = self._device.empty(self.layout.padded_numel, dtype)
             self._cut()
             _link(self.parameters, self._views)
-            self.graves = [Grave(view) for view in self._views]
+            self._sealed = [sealed_like(view) for view in self._views]
         self.flat.untyped_storage().resize_(0)
-        bury_all(self.parameters, self.graves)
+        seal_all(self.parameters, self._sealed)
 
     def _cut(self) -> None:
         """Make the views of the flat buffer that become parameters; it must be full."""
@@ -304,9 +340,12 @@ def write_members(segment: Segment, store: Store, members: Collection[ManagedPar
 
     [Note: whoever writes a parameter writes its residual]
     """
-    own = segment._communicator.own_slice(segment.flat).detach()
+    own = segment.communicator.own_slice(segment.flat).detach()
     if len(members) == len(segment.members):
-        write_parameters(store, segment.index, own.float().clone().numpy())
+        if store.device.is_host:
+            write_parameters(store, segment.index, own.float().clone().numpy())
+        else:
+            write_parameters_on_device(store, segment.index, own.float().clone())
         return
     wanted = {member.order for member in members}
     for piece in segment.pieces:
@@ -369,10 +408,13 @@ class Unit:
             return
         self.move_to(UnitState.UNSHARDING)
         try:
-            for segment in self.segments:
-                segment.fill(store, store.ledger)
+            with store.device.marking(f"unshard {self.name}"):
+                for segment in self.segments:
+                    segment.aliases.require_unwritten()
+                    segment.fill(store, store.ledger)
         except BaseException:
             store.reclaim()
+            self.drop_prefetched(store)
             for segment in self.segments:
                 segment.hide()
             self.move_to(UnitState.SHARDED)
@@ -381,11 +423,16 @@ class Unit:
             segment.expose()
         self.move_to(UnitState.UNSHARDED)
 
-    def await_backward(self, *, is_awaited: bool) -> None:
-        """Say whether a graph of this unit is about to be walked back, see [Note: burial]."""
+    def prefetch(self, store: Store) -> None:
+        """Start to copy the parameters of a unit that is sharded to the device."""
+        if self.state is UnitState.SHARDED:
+            for segment in self.segments:
+                segment.coming.start(store)
+
+    def drop_prefetched(self, store: Store) -> None:
+        """Free what was copied ahead and not used."""
         for segment in self.segments:
-            for grave in segment.graves:
-                grave.await_backward(is_awaited=is_awaited)
+            segment.coming.drop(store)
 
     def reshard(self) -> None:
         """Free the full parameters.
@@ -399,7 +446,7 @@ class Unit:
             member.name
             for segment in self.segments
             if not segment.is_in_place
-            for member in segment.changed()
+            for member in segment.lost_writes()
         ]
         for segment in self.segments:
             segment.hide()

@@ -169,10 +169,10 @@ def _is_managed(name: str, parameter: nn.Parameter, replaced: object) -> bool:
             f"parameter {name} was sharded by an engine that is gone, and its values with it; build"
             " the model anew"
         )
-    if parameter.device.type not in ("cpu", "meta"):
+    if parameter.device.type not in ("cpu", "meta", "cuda"):
         raise ConfigError(
-            f"parameter {name} is on {parameter.device}; this version trains on the CPU: move"
-            " the model there, or build it on meta"
+            f"parameter {name} is on {parameter.device}; move the model to the CPU or to a CUDA"
+            " device, or build it on meta"
         )
     if type(parameter) is nn.Parameter and parameter.is_floating_point():
         return True

@@ -24,14 +24,15 @@ def make_config(
     engine: str = "auto",
     grad_accum_dtype: str | None = None,
     loss_scale: float = 0.0,
+    stage: int = 3,
 ) -> dict[str, Any]:
-    """Return a ZeRO-3 configuration; an offload of "none" leaves its section out."""
-    stage: dict[str, Any] = {"stage": 3, "sub_group_size": sub_group_size}
+    """Return a ZeRO configuration; an offload of "none" leaves its section out."""
+    section: dict[str, Any] = {"stage": stage, "sub_group_size": sub_group_size}
     for key, device in (("offload_param", parameters), ("offload_optimizer", optimizer)):
         if device != "none":
-            stage[key] = {"device": device}
+            section[key] = {"device": device}
             if device == "nvme":
-                stage[key]["nvme_path"] = nvme_path
+                section[key]["nvme_path"] = nvme_path
     precision: dict[str, Any] = {}
     if dtype == "fp16":
         precision["fp16"] = {"enabled": True, "loss_scale": loss_scale, "initial_scale_power": 8}
@@ -48,7 +49,7 @@ def make_config(
             "type": "AdamW",
             "params": {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY},
         },
-        "zero_optimization": stage,
+        "zero_optimization": section,
         "aio": {"engine": engine},
         "tiers": {"host_memory": host_memory, "state_format": state_format},
     }

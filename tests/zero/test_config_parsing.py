@@ -103,7 +103,20 @@ def refusal(source: object) -> str:
             {"aio": {"engine": "iouring"}},
             'aio.engine: must be "auto", "io_uring", "kernel_aio", "threads" or "python", got',
         ),
-        ({"tiers": {"durable": {"name": "run"}}}, 'tiers.durable: {"name": "run"} is not availabl'),
+        (
+            {"tiers": {"durable": {"name": "run"}}},
+            'tiers.durable: {"name": "run", "every_steps": 1',
+        ),
+        ({"tiers": {"durable": True}}, "tiers.durable: must be false, or an object such as "),
+        ({"tiers": {"durable": {"name": "../run"}}}, "tiers.durable: must be false, or an object"),
+        (
+            {"tiers": {"durable": {"name": "run", "every_step": 1}}},
+            "tiers.durable: must be false, or an object such as ",
+        ),
+        (
+            {"tiers": {"durable": {"name": "run", "every_steps": 0}}},
+            "tiers.durable: must be an integer of at least 1, got 0",
+        ),
         ({"aio": {"use_gds": True}}, "aio.use_gds: true is not available"),
         ({"aio": {"block_size": 5000}}, "aio.block_size: must be a multiple of 4096 from 4096 to"),
         (

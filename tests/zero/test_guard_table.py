@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import nn
 
 import zero
 from tests.support.configs import make_config
-from tests.support.tiny import make_model
+from tests.support.tiny import make_batch, make_model
 
 pytestmark = pytest.mark.nvme
 NAME = "blocks.0.project.weight"  # 16 x 16, so that products with itself exist
@@ -42,12 +43,19 @@ def engine(module_scratch: Path) -> Iterator[zero.ZeroEngine]:
     made.destroy()
 
 
-@pytest.fixture
-def pair(engine: zero.ZeroEngine) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+@pytest.fixture(params=["at rest", "awaiting its backward"])
+def pair(
+    engine: zero.ZeroEngine, request: pytest.FixtureRequest
+) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """Return a sharded parameter and a plain one with the same values; both restored after."""
     plain = make_model().blocks[0].project.weight
     sharded = engine.module.blocks[0].project.weight
+    is_awaiting = request.param == "awaiting its backward"
+    graph = engine(*make_batch(0)) if is_awaiting else None
     yield sharded, plain
+    if is_awaiting:
+        del graph
+        engine(*make_batch(0)).backward()
     with torch.no_grad():
         sharded.copy_(make_model().blocks[0].project.weight)
     engine.zero_grad()
@@ -236,6 +244,16 @@ def averaged(w: Any) -> None:
     w.copy_(average.module.weight)
 
 
+def raw(touch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a touch that does not ask `__torch_function__`, as code in C++ does not."""
+
+    def without_asking(weight: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return touch(weight)
+
+    return without_asking
+
+
 WRITES: dict[str, Callable[[Any], Any]] = {
     "+=": add_,
     "setitem": set_item,
@@ -267,6 +285,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "foreach add_": lambda w: torch._foreach_add_([w], 1.0),
     "foreach copy_": lambda w: torch._foreach_copy_([w], [torch.ones(16, 16)]),
     "foreach lerp_": lambda w: torch._foreach_lerp_([w], [torch.ones(16, 16)], 0.5),
+    "raw operator on data": lambda w: raw(lambda data: data.mul_(2))(w.data),
+    "raw out= on data": lambda w: raw(lambda data: torch.add(data, 1, out=data))(w.data),
     "apply_": lambda w: w.data.apply_(lambda x: x + 1),
     "map_": lambda w: w.data.map_(torch.ones(16, 16), lambda x, y: x + y),
     "inference mode": in_inference_mode,
@@ -319,6 +339,24 @@ REFUSALS: dict[str, Callable[[Any], Any]] = {
     "alias that requires grad": lambda w: w.data.requires_grad_(),
     "grad of another shape": lambda w: setattr(w, "grad", torch.ones(3)),
 }
+
+
+def scripted(weight: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls it deprecated
+        return torch.jit.script(nn.functional.relu)(weight)
+
+
+def broadcast(weight: Any) -> None:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        torch.distributed.broadcast(weight, 0)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 OTHER_ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "in-place with gradient": (lambda w: w.add_(1), RuntimeError, f"leaf Variable.*{NAME}"),
     "a view in-place with gradient": (lambda w: w[0].add_(1), RuntimeError, f"leaf.*{NAME}"),
@@ -327,8 +365,13 @@ OTHER_ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "a parameter of an alias": (lambda w: nn.Parameter(w.data), RuntimeError, "of its own"),
     "a parameter of a parameter": (nn.Parameter, RuntimeError, "of its own"),
     "shapes that do not fit": (lambda w: w @ torch.ones(3), RuntimeError, "size mismatch|shapes"),
-    "torch.tensor": (torch.tensor, Exception, "hpu"),
-    "the old to_dlpack": (torch.utils.dlpack.to_dlpack, BufferError, "hpu"),
+    "torch.tensor": (torch.tensor, NotImplementedError, "(?i)hpu"),
+    "a scripted function": (scripted, RuntimeError, "(?i)hpu"),
+    "raw collective": (raw(broadcast), NotImplementedError, "(?i)hpu"),
+    "raw addition": (raw(lambda w: w + 1), NotImplementedError, "(?i)hpu"),
+    "raw copy": (raw(lambda w: torch.ones(16, 16).copy_(w)), RuntimeError, "(?i)hpu|quantized"),
+    "raw write": (raw(lambda w: w.detach().zero_()), NotImplementedError, "(?i)hpu"),
+    "raw overwrite": (raw(lambda w: w.copy_(w.new_ones(1))), RuntimeError, "(?i)hpu|grad"),
     "shared memory pickling of a view": (
         lambda w: w.data.untyped_storage(),
         zero.ShardedAccessError,

@@ -58,16 +58,6 @@ def test_a_removed_parameter_is_refused() -> None:
     engine.destroy()
 
 
-def test_gradients_from_outside_are_refused() -> None:
-    model = make_model()
-    engine = engine_of(model)
-    backward(engine)
-    model.norm.weight.grad = torch.ones(16)
-    with pytest.raises(RuntimeError, match=r"norm\.weight has a \.grad that did not come from"):
-        engine.step()
-    engine.destroy()
-
-
 def test_zero_grad_of_engine_and_optimizer_drop_the_window() -> None:
     norms = []
     for how in ("never", "engine", "optimizer"):
@@ -106,9 +96,9 @@ def test_late_groups_and_states_are_refused() -> None:
     assert optimizer is not None
     with pytest.raises(RuntimeError, match=r"not in the engine's model"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    with pytest.raises(RuntimeError, match="no checkpoints yet"):
+    with pytest.raises(RuntimeError, match=r"engine\.save_checkpoint"):
         optimizer.state_dict()
-    with pytest.raises(RuntimeError, match="no checkpoints yet"):
+    with pytest.raises(RuntimeError, match=r"engine\.load_checkpoint"):
         optimizer.load_state_dict({})
     engine.destroy()
 
@@ -163,7 +153,8 @@ def test_gradients_nobody_asked_for_are_dropped() -> None:
     model = make_model()
     engine = engine_of(model, model_parameters=list(model.blocks.parameters()))
     backward(engine)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == name.startswith("blocks."), name
     engine.step()
     engine.destroy()
 
@@ -208,16 +199,6 @@ def test_models_that_are_no_models_are_refused() -> None:
         engine_of("x")
     with pytest.raises(zero.ConfigError, match=r"torch\.compile"):
         engine_of(torch.compile(make_model(), backend="eager"))
-
-
-def test_checkpoints_say_what_to_do_instead() -> None:
-    model = make_model()
-    engine = engine_of(model)
-    with pytest.raises(AttributeError, match=r"torch\.save\(model\.state_dict.*load_weights"):
-        engine.save_checkpoint("somewhere")
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    assert torch.equal(state["norm.weight"], torch.ones(16))
-    engine.destroy()
 
 
 def test_a_configured_optimizer_beside_an_object_is_told() -> None:

@@ -57,21 +57,9 @@ AXES: dict[str, tuple[str, ...]] = {
 
 REFUSALS = (
     Refusal(
-        {"stage": ("0", "1", "2")},
-        "zero_optimization.stage",
-        "this version trains stage 3, which shards all that the lower stages shard and more",
-        'write "zero_optimization": {"stage": 3}',
-    ),
-    Refusal(
         {"stage": ("0", "1", "2"), "offload_param": ("cpu", "nvme")},
         "zero_optimization.offload_param.device",
-        "parameters can rest elsewhere only where they are sharded, in stage 3",
-        'write "stage": 3',
-    ),
-    Refusal(
-        {"stage": ("0", "1", "2"), "offload_optimizer": ("nvme",)},
-        "zero_optimization.offload_optimizer.device",
-        "state is paged to NVMe only in stage 3",
+        "stages 0 to 2 keep parameters in full on the device; they can rest elsewhere in stage 3",
         'write "stage": 3',
     ),
     Refusal(

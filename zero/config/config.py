@@ -19,6 +19,7 @@ from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.settings import (
     AioSettings,
     BatchSettings,
+    DurableSettings,
     FormatOverride,
     NamedFactory,
     NvmeSettings,
@@ -167,10 +168,12 @@ class ZeroConfig(Document):
     def _tier_settings(self) -> TierSettings:
         tiers = self.tiers or Tiers()
         return TierSettings(
+            device=tiers.device,
             device_memory_bytes=tiers.device_memory,
             host_memory_bytes=tiers.host_memory,
             nvme=self.nvme_paths(),
             state_format=StateFormat(tiers.state_format),
+            update_device=tiers.update_device,
             format_overrides=tuple(
                 FormatOverride(each.parameters, StateFormat(each.state_format))
                 for each in tiers.state_formats
@@ -181,6 +184,8 @@ class ZeroConfig(Document):
             write_burst=tiers.write_burst,
             measures_schedule=tiers.io_schedule == "measure",
             verify=tiers.verify,
+            durable=DurableSettings(**tiers.durable) if tiers.durable else None,
+            keep_last_checkpoints=tiers.keep_last_checkpoints,
         )
 
     def _scheduler_factory(self) -> NamedFactory | None:

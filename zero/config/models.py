@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from zero.config import other_models as other
 from zero.config.keys import Auto, Section, key, no_effect, refused
 from zero.config.names import OPTIMIZERS
-from zero.config.other_values import ByteSize, FolderPath, Free, Parameters, Text
+from zero.config.other_values import ByteSize, DurableRun, FolderPath, Free, Parameters, Text
 from zero.config.values import Choice, Integer, Number, Switch
 from zero.config.zero_models import ZeroOptimization
 
@@ -59,6 +59,11 @@ class FormatRule(Section):
 class Tiers(Section):
     """How much of each tier a node gives (ours; the field has nothing like it)."""
 
+    device: Annotated[str, Choice(words=("auto", "cpu", "cuda"))] = key(
+        "where the model computes: auto is a CUDA device where torch finds one, else the processor",
+        default="auto",
+        auto=Auto.MACHINE,
+    )
     device_memory: Annotated[int | None, ByteSize(auto=True)] = key(
         "device memory of the node for state", default=None, auto=Auto.MACHINE
     )
@@ -105,18 +110,24 @@ class Tiers(Section):
     rounding_seed: Annotated[int, Integer(maximum=(1 << 63) - 1)] = key(
         "seed of the random bits that lossy formats round by", default=0
     )
-    update_device: Annotated[str, Choice(words=("auto", "cpu"), later=("device",))] = key(
-        "where the optimizer runs", default="auto", auto=Auto.MACHINE
+    update_device: Annotated[str, Choice(words=("auto", "cpu", "device"))] = key(
+        "where the optimizer runs: device streams state through a GPU, at the speed of its link;"
+        " auto does so where there is one",
+        default="auto",
+        auto=Auto.MACHINE,
     )
-    durable: Annotated[Any, Free()] = refused(
-        "keep training state on NVMe over a crash",
+    durable: Annotated[Any, DurableRun()] = key(
+        "keep the run under a name in the directories of tiers.nvme, committed every so many"
+        " steps: whatever kills it, zero.initialize resumes at the last commit (docs/durable.md)",
         default=False,
-        why=_LATER,
-        instead="write false",
     )
     verify: _SWITCH = key(
         "check at every page-in that NVMe gives back the bytes that were written (xxhash)",
         default=False,
+    )
+    keep_last_checkpoints: Annotated[int | None, Integer(nullable=True, minimum=1)] = key(
+        "checkpoints that stay in a folder when another is saved there; null keeps all",
+        default=None,
     )
 
 
@@ -211,7 +222,7 @@ class Bf16(Section):
     check_grad_overflow: _SWITCH = no_effect(
         "look for gradients that are not finite",
         default=True,
-        why="the field reads it in stages 1 and 2",
+        why="they are always looked for",
     )
     bf16_master_weights_and_grads: _SWITCH = refused(
         "keep no fp32 master",
@@ -315,7 +326,7 @@ class Document(Section):
     )
     gradient_allreduce_op: Annotated[str, Choice(words=("mean", "sum"))] = _unsupported(
         "how gradients are reduced",
-        "ZeRO-3 averages them",
+        "they are averaged",
         "scale the loss yourself",
         default="mean",
     )
@@ -397,7 +408,9 @@ class Document(Section):
         "details of wall_clock_breakdown", default=None, why="the engine prints nothing"
     )
     datastates: Annotated[Any, Free()] = _unsupported(
-        "a checkpoint engine", "this version saves no checkpoints", default=None
+        "a checkpoint engine",
+        "save_checkpoint(blocking=False) copies while training goes on",
+        default=None,
     )
     monitor: Annotated[Any, Free()] = _unsupported(
         "metrics",
