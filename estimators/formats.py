@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import enum
-import fnmatch
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -67,36 +65,6 @@ class StateFormat(enum.Enum):
 CODE_BLOCK_NUMEL = 32
 """Elements whose 8-bit codes share a base. Parameters, shards and sub-groups start at multiples of
 it, so a block is the same elements in every world size."""
-
-
-@dataclass(frozen=True, slots=True)
-class FormatOverride:
-    """How the state of the parameters whose names match a pattern is stored."""
-
-    pattern: str
-    state_format: StateFormat
-
-
-def own_format(
-    usual: StateFormat,
-    overrides: Sequence[FormatOverride],
-    name: str,
-    dimensions: int,
-    *,
-    is_embedding: bool,
-) -> StateFormat | None:
-    """Return how the state of a bf16 parameter is stored, None being as for the rest of the model.
-
-    The first override whose pattern matches the name decides. Without one, `compact` keeps
-    embeddings and parameters of one dimension (norms and biases) exact.
-    """
-    keeps = usual is StateFormat.COMPACT and (dimensions < 2 or is_embedding)
-    chosen = StateFormat.EXACT if keeps else usual
-    for override in overrides:
-        if fnmatch.fnmatchcase(name, override.pattern):
-            chosen = override.state_format
-            break
-    return None if chosen is usual else chosen
 
 
 class StateField(enum.Enum):

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from estimators.activations import Batch
-from estimators.formats import (
-    ElementType,
-    FormatOverride,
-    GenericRule,
-    StateFormat,
-    UpdateRule,
-    own_format,
-)
+from estimators.formats import ElementType, StateFormat
 from estimators.hardware import Bandwidths, bandwidths_of
 from estimators.layout import flat_layout
 from estimators.models import ModelShape, ParameterShape
@@ -80,8 +72,6 @@ class PlanInputs:
     parameter_tier: Tier = Tier.DEVICE
     optimizer_tier: Tier = Tier.DEVICE
     state_format: StateFormat = StateFormat.EXACT
-    format_overrides: tuple[FormatOverride, ...] = ()
-    rule: UpdateRule | GenericRule = UpdateRule.ADAMW
     sub_group_numel: int = 1_000_000_000
     slot_count: int | None = None
     max_host_parameter_numel: int | None = None
@@ -118,29 +108,10 @@ def segments_of(inputs: PlanInputs) -> tuple[SegmentSpec, ...]:
             trainable=inputs.trains,
             param_group=0,
             gradient_element=inputs.gradient_element,
-            state_format=own,
         )
-        for index, (name, unit) in enumerate(units_of(inputs.model))
-        for own, members in _by_format(inputs, unit).items()
+        for index, (name, members) in enumerate(units_of(inputs.model))
+        if members
     )
-
-
-def _by_format(
-    inputs: PlanInputs, unit: Iterable[ParameterShape]
-) -> dict[StateFormat | None, list[ParameterShape]]:
-    """Split the parameters of a unit as `zero.units` does."""
-    found: dict[StateFormat | None, list[ParameterShape]] = {}
-    for each in unit:
-        own = own_format(
-            inputs.state_format,
-            inputs.format_overrides,
-            each.name,
-            len(each.shape),
-            is_embedding=each.is_embedding,
-        )
-        has_own = inputs.element is ElementType.BF16 and inputs.trains
-        found.setdefault(own if has_own else None, []).append(each)
-    return found
 
 
 def placement_request(inputs: PlanInputs) -> PlacementRequest:
@@ -168,7 +139,6 @@ def placement_request(inputs: PlanInputs) -> PlacementRequest:
         slot_count=inputs.slot_count,
         micro_batches=inputs.accumulation_steps,
         rates=inputs.node.bandwidths.drive,
-        rule=inputs.rule,
     )
 
 

@@ -19,7 +19,6 @@ from zero import machine
 from zero.config import ConfigError, load_config
 from zero.config.loading import ConfigWarning
 from zero.model_functions import build_on_meta, shape_of
-from zero.optimizer import rule_of
 from zero.settings import NvmeSettings, Settings
 from zero.swap_paths import nvme_budget
 
@@ -151,8 +150,6 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         parameter_tier=settings.parameter_offload.tier,
         optimizer_tier=settings.optimizer_offload.tier,
         state_format=tiers.state_format,
-        format_overrides=tiers.format_overrides,
-        rule=rule_of(settings.optimizer),
         sub_group_numel=settings.sub_group_numel,
         slot_count=tiers.slot_count,
         max_host_parameter_numel=settings.parameter_offload.max_host_numel,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from estimators import ElementType, FormatOverride, StateFormat, Tier
+from estimators import ElementType, StateFormat, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,14 @@ class DurableSettings:
 
     name: str
     every_steps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FormatOverride:
+    """How the state of the parameters whose names match a pattern is stored."""
+
+    pattern: str
+    state_format: StateFormat
 
 
 @dataclass(frozen=True, slots=True)

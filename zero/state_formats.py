@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 from torch import nn
 
-from estimators import FormatOverride, StateFormat, own_format
+from estimators import StateFormat
 from offload import NamedPiece, Rounding
 from zero.errors import ConfigError
-from zero.settings import Settings
+from zero.settings import FormatOverride, Settings
 from zero.unit import Segment
 
 FormatOf: TypeAlias = Callable[[str, nn.Parameter], StateFormat | None]
@@ -19,6 +19,9 @@ FormatOf: TypeAlias = Callable[[str, nn.Parameter], StateFormat | None]
 
 def choose_formats(model: nn.Module, settings: Settings) -> FormatOf:
     """Return what tells how the state of a parameter is stored, None being as `state_format` says.
+
+    The first override whose pattern matches the parameter's name decides. Without one, `compact`
+    keeps embeddings and parameters of one dimension (norms and biases) exact.
 
     Raises:
         ConfigError: if a pattern matches no parameter.
@@ -34,8 +37,14 @@ def choose_formats(model: nn.Module, settings: Settings) -> FormatOf:
     }
 
     def format_of(name: str, parameter: nn.Parameter) -> StateFormat | None:
-        is_embedding = id(parameter) in embeddings
-        return own_format(usual, overrides, name, parameter.ndim, is_embedding=is_embedding)
+        chosen = usual
+        if usual is StateFormat.COMPACT and (parameter.ndim < 2 or id(parameter) in embeddings):
+            chosen = StateFormat.EXACT
+        for override in overrides:
+            if fnmatch.fnmatchcase(name, override.pattern):
+                chosen = override.state_format
+                break
+        return None if chosen is usual else chosen
 
     return format_of
 

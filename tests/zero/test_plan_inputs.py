@@ -73,33 +73,6 @@ def test_a_plan_of_a_shape_is_the_plan_of_the_built_model(
     assert plan.swap_file_bytes > 0 or "nvme" not in (parameters, optimizer)
 
 
-@pytest.mark.nvme
-@pytest.mark.parametrize("name", ["AdamW", "Lion", "Adagrad", "RMSprop"])
-def test_a_plan_knows_the_format_of_each_parameter_and_the_optimizer(
-    name: str, scratch: Path, tmp_path: Path
-) -> None:
-    config = make_config(
-        parameters="nvme",
-        optimizer="nvme",
-        nvme_path=str(scratch),
-        dtype="bf16",
-        host_memory="150KB",
-        sub_group_size=4096,
-        state_format="compact",
-    )
-    config["optimizer"] = {"type": name, "params": {"lr": 1e-3}}
-    rule = {"parameters": "blocks.1.up.*", "state_format": "bf16"}
-    config["tiers"]["state_formats"] = [rule]
-    with torch.device("meta"):
-        model = TinyTransformer(layers=3, extra=(5000,))
-    inputs = inputs_of(config, shape_of(model, "tiny"), tmp_path, "--gpus", "2")
-    plan = expected(model, config, 2)
-    assert replace(placement_request(inputs), rates=None) == plan.request
-    kept = {plan.request.format_of(segment).value for segment in plan.request.segments}
-    assert kept == ({"exact"} if name == "RMSprop" else {"exact", "bf16", "compact"})
-    assert estimate(inputs).memory.swap_file_bytes == plan.swap_file_bytes > 0
-
-
 @pytest.mark.full
 @pytest.mark.nvme
 @pytest.mark.parametrize("name", VARIATIONS)

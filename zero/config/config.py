@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import PrivateAttr
 
-from estimators import ElementType, FormatOverride, StateFormat, Tier
+from estimators import ElementType, StateFormat, Tier
 from zero.config.autos import UNRESOLVED
 from zero.config.batch import MICRO, TOTAL, BatchTriple, resolve_batch
 from zero.config.capabilities import OTHER, SAME, WIDER, Combination, refusals
@@ -20,6 +20,7 @@ from zero.settings import (
     AioSettings,
     BatchSettings,
     DurableSettings,
+    FormatOverride,
     NamedFactory,
     NvmeSettings,
     OffloadSettings,
