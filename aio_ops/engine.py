@@ -10,10 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, NamedTuple, Self, assert_never
 
+from aio_ops.keeping import FileKeeper
 from aio_ops.linux import require_linux
 from aio_ops.memory import Span
 from aio_ops.process import ProcessBound
-from aio_ops.run_directory import RunClaim
 from aio_ops.schedule import Schedule
 from aio_ops.striped_file import StripedFile, start_striped
 from aio_ops.swapfile import SwapFile
@@ -23,7 +23,7 @@ _BLOCK_ALIGNMENT_BYTES = 4096
 _MAXIMUM_BLOCK_BYTES = 1 << 30  # the kernel moves less than 2 GiB a call
 
 
-class Engine(ProcessBound, abc.ABC):
+class Engine(FileKeeper, ProcessBound, abc.ABC):
     """Moves bytes between files and memory without making the caller wait.
 
     One transfer completes on its own; nothing is ordered between transfers, so a caller that reads
@@ -52,26 +52,6 @@ class Engine(ProcessBound, abc.ABC):
         self._require_usable()
         return SwapFile.create(directory, size_bytes, any_alignment=any_alignment)
 
-    def open_named_file(self, path: Path, size_bytes: int, *, create: bool) -> TransferFile:
-        """Return a file that stays when it is closed: a new one of zero bytes, or an earlier one.
-
-        Raises:
-            OSError: if it cannot be made, or is not there with that size.
-        """
-        self._require_usable()
-        if create:
-            return SwapFile.create_named(path, size_bytes)
-        return SwapFile.open_named(path, size_bytes)
-
-    def claim_directory(self, path: Path) -> RunClaim:
-        """Make a directory of a run if need be, and have it for oneself until it is released.
-
-        Raises:
-            RunInUseError: if a living run has it.
-            OSError: if it cannot be used.
-        """
-        return RunClaim(path)
-
     def create_striped_file(
         self,
         directories: Sequence[Path],
@@ -98,15 +78,6 @@ class Engine(ProcessBound, abc.ABC):
             directories, size_bytes, weights, capacities, unit_bytes, any_alignment, name
         )
         return create(self, request)
-
-    def open_striped_file(
-        self, paths: Sequence[Path], member_bytes: Sequence[int], unit_bytes: int
-    ) -> StripedFile:
-        """Return a striped file again whose members have names, from what its layout said."""
-        from aio_ops.stripe_creation import open_named
-
-        self._require_usable()
-        return open_named(self, paths, member_bytes, unit_bytes)
 
     def submit_read(self, file: TransferFile, offset: int, span: Span) -> Ticket:
         """Start to fill `span` from the file; its bytes are undefined until the ticket is done."""

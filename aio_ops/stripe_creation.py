@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from aio_ops.engine import Engine
+from aio_ops.keeping import FileKeeper
 from aio_ops.stripe_measurement import measure_weights, shared_alignment
 from aio_ops.striped_file import StripedFile, check_directories
 from aio_ops.striping import DEFAULT_UNIT_BYTES, StripeLayout, check_weights, plan_stripes
@@ -128,7 +129,7 @@ def _give_up(members: Sequence[TransferFile], request: StripeRequest) -> None:
 
 
 def open_named(
-    engine: Engine, paths: Sequence[Path], member_bytes: Sequence[int], unit_bytes: int
+    engine: FileKeeper, paths: Sequence[Path], member_bytes: Sequence[int], unit_bytes: int
 ) -> StripedFile:
     """Return a striped file whose members were made with names, laid out as it was.
 

@@ -99,6 +99,11 @@ class PlacementRequest:
         """Return how the state of a segment is stored."""
         return segment.state_format or self.state_format
 
+    def rounds(self, segment: SegmentSpec) -> bool:
+        """Tell whether an update of a segment rounds by random bits."""
+        lossy = self.format_of(segment).is_lossy and segment.element is ElementType.BF16
+        return lossy and segment.trainable and self.trains
+
     def record_of(self, segment: SegmentSpec, numel: int) -> RecordLayout:
         """Lay out the record of `numel` elements of a segment."""
         return record_layout(self.format_of(segment), segment.element, numel, self.rule)

@@ -56,6 +56,7 @@ from offload.state import state_tensors, update_sub_group
 from offload.step import update
 from offload.store import KeptFile, Store, StoreParts, SwapDirectory, pages_parameters
 from offload.transfers import CorruptionError, PageError, SlotTransfers
+from offload.update_pass import NamedPiece, Rounding
 from offload.write import round_like_store, write_parameters
 from offload.write_device import write_parameters_on_device
 
@@ -86,10 +87,12 @@ __all__ = [
     "ManifestError",
     "Manifests",
     "Memory",
+    "NamedPiece",
     "PageError",
     "Pager",
     "PagerFailedError",
     "PagerState",
+    "Rounding",
     "RoundingKey",
     "SgdScalars",
     "ShardReader",

@@ -89,6 +89,13 @@ def _bits_of(values: Fp32Array) -> Words:
     return np.where(np.isnan(values), _QUIET_NAN, values.view(np.uint32))
 
 
+def quieted(values: Fp32Array) -> Fp32Array:
+    """Return values whose NaNs are the quiet ones with their signs."""
+    bits = values.view(np.uint32)
+    quiet = (bits & np.uint32(0x8000_0000)) | _QUIET_NAN
+    return np.where(np.isnan(values), quiet, bits).view(np.float32)
+
+
 def to_bf16(values: Fp32Array, noise: Words | int = 0x8000) -> npt.NDArray[np.uint16]:
     """Round to bf16 with 16 random bits for each element, or to nearest."""
     return ((_bits_of(values) + np.uint32(noise)) >> np.uint32(16)).astype(np.uint16)

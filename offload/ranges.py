@@ -16,12 +16,12 @@ from typing import Any, assert_never
 import numpy as np
 import torch
 
-from estimators import ElementType, Section, SegmentSpec, StateField, SubGroup
+from estimators import CODE_BLOCK_NUMEL, ElementType, Section, SegmentSpec, StateField, SubGroup
 from offload.arrays import array_at, clear_bytes, tensor_at, torch_dtype
 from offload.host_view import HostView
 from offload.operands import StateArrays
 from offload.slots import Slot
-from offload.state import state_arrays
+from offload.state import master_values, moment_values, put_moment, state_arrays
 from offload.store import Store
 from offload.write import encode_masters
 
@@ -59,6 +59,8 @@ def has_field(store: Store, segment: int, field: Field) -> bool:
         return True
     if not (request.trains and request.segments[segment].trainable):
         return False
+    if field in _MOMENTS:
+        return _MOMENTS[field] in request.rule.moments
     return field is not Field.GRADIENT or store.has_gradient(segment)
 
 
@@ -239,21 +241,36 @@ def copy_field(
             target.copy_(tensor_at(span, spec.gradient, group.numel)[chosen])
     else:
         state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
-        if field is Field.MASTER and state.residual is not None:
-            parameter = view.span(Section.PARAMETER)
-            store.kernels.join_master(
-                array_at(parameter, spec.element, group.numel)[chosen],
-                state.residual[chosen],
-                target.numpy(),
-            )
-            return
-        array = {
-            Field.MASTER: state.master,
-            Field.EXP_AVG: state.exp_avg,
-            Field.EXP_AVG_SQ: state.exp_avg_sq,
-        }[field]
+        array: Array | None
+        if field is Field.MASTER:
+            parameter = array_at(view.span(Section.PARAMETER), spec.element, group.numel)
+            array = master_values(store.kernels, parameter[chosen], _masters_of(state, chosen))
+        else:
+            array = _moment_part(state, _MOMENTS[field], chosen)
         if array is not None:
-            target.numpy()[:] = array[chosen]
+            target.numpy()[:] = array
+
+
+def has_codes(store: Store, group: SubGroup) -> bool:
+    """Tell whether the moments of a sub-group rest in codes, a block of them under one base."""
+    spec = store.plan.request.segments[group.segment]
+    fields = {field.field for field in store.plan.request.record_of(spec, group.numel).fields}
+    return bool(fields & {StateField.EXP_AVG_BASE, StateField.EXP_AVG_SQ_BASE})
+
+
+def _masters_of(state: StateArrays, chosen: slice) -> StateArrays:
+    """Return what some elements keep of their masters."""
+    return StateArrays(
+        master=state.master[chosen] if state.master is not None else None,
+        residual=state.residual[chosen] if state.residual is not None else None,
+    )
+
+
+def _moment_part(state: StateArrays, field: StateField, chosen: slice) -> Array | None:
+    """Return some elements of a moment in fp32; codes are read in whole blocks."""
+    low = chosen.start // CODE_BLOCK_NUMEL * CODE_BLOCK_NUMEL
+    values: Array | None = moment_values(state.part(slice(low, chosen.stop)), field)
+    return None if values is None else values[chosen.start - low :]
 
 
 def _write_group(
@@ -312,7 +329,7 @@ def put_field(
         kept = {_MOMENTS[field]: values.numpy()}
     else:
         masters = values.float().contiguous().numpy()
-        state_format = store.plan.request.state_format
+        state_format = store.plan.request.format_of(spec)
         raw, kept = encode_masters(store.kernels, spec.element, state_format, masters)
         _put_parameter(view, spec, first, raw)
     if kept and group.tier(Section.STATE) is not None:
@@ -331,13 +348,14 @@ def _put_parameter(view: HostView, spec: SegmentSpec, first: int, raw: Array) ->
 
 
 def _put_state(state: StateArrays, first: int, fields: Mapping[StateField, Array]) -> None:
-    targets = {
-        StateField.MASTER: state.master,
-        StateField.RESIDUAL: state.residual,
-        StateField.EXP_AVG: state.exp_avg,
-        StateField.EXP_AVG_SQ: state.exp_avg_sq,
-    }
     for key, values in fields.items():
-        target = targets[key]
-        if target is not None:
+        target = state.get(key)
+        if target is None:
+            continue
+        if key in _MOMENTS.values():
+            low = first // CODE_BLOCK_NUMEL * CODE_BLOCK_NUMEL
+            high = -(-(first + values.size) // CODE_BLOCK_NUMEL) * CODE_BLOCK_NUMEL
+            part = state.part(slice(low, min(high, len(target))))
+            put_moment(part, key, first - low, values)
+        else:
             target[first : first + values.size] = values

@@ -25,6 +25,8 @@ from offload.transfers import CorruptionError
 
 CHUNK_BYTES = 64 << 20
 """Most bytes of one file, but an array that is larger gets a file of its own."""
+FIRST_CHUNK_BYTES = 1 << 20
+"""Bytes of the first file; each is as large as those before together, so little lies idle."""
 
 _ALIGNMENT_BYTES = 4096
 _BLOCK_NUMEL = 1 << 18
@@ -186,8 +188,10 @@ class Spool:
                 return chunk
         if self.directory is None:
             raise RuntimeError("this spool keeps its arrays in host memory")
+        reserved = sum(chunk.file.size_bytes for chunk in self._chunks)
+        wanted = min(self.chunk_bytes, max(reserved, FIRST_CHUNK_BYTES))
         file = self.engine.create_file(
-            self.directory, max(self.chunk_bytes, _aligned(size)), any_alignment=True
+            self.directory, max(wanted, _aligned(size)), any_alignment=True
         )
         self._chunks.append(_Chunk(file))
         return self._chunks[-1]

@@ -5,12 +5,22 @@ On the host they are numpy arrays, on a device tensors; the kernels of either ha
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from aio_ops import Span
-from estimators import MemoryPlan, RecordLayout, SegmentSpec, SubGroup
+from estimators import MemoryPlan, RecordLayout, SegmentSpec, StateField, SubGroup
 from offload.arrays import array_at, torch_dtype
-from offload.codes import RoundingKey
+from offload.codes import (
+    RoundingKey,
+    decode_signed,
+    decode_unsigned,
+    encode_signed,
+    encode_unsigned,
+    join_short,
+    to_bf16,
+)
+from offload.kernel_calls import Array
 from offload.kernels import Kernels
 from offload.kernels_device import DeviceKernels
 from offload.operands import StateArrays, Values
@@ -44,6 +54,50 @@ def state_tensors(layout: RecordLayout, record: torch.Tensor) -> StateArrays:
             for field in layout.fields
         }
     )
+
+
+def moment_values(state: StateArrays, field: StateField) -> Values:
+    """Return a moment of a record on the host in fp32, or None if the record does not keep it."""
+    stored = state.get(field)
+    if stored is None or stored.dtype == np.float32:
+        return stored
+    if stored.dtype == np.uint16:
+        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if field is StateField.EXP_AVG:
+        return decode_signed(stored, state.exp_avg_base)
+    return decode_unsigned(stored, state.exp_avg_sq_base)
+
+
+def put_moment(state: StateArrays, field: StateField, first: int, values: Array) -> None:
+    """Set elements of a moment of a record on the host from fp32 values, rounded to nearest.
+
+    What was read and is put back stays the same, also the other elements of a block.
+    """
+    stored = state.get(field)
+    inside = slice(first, first + values.size)
+    if stored.dtype == np.float32:
+        stored[inside] = values
+    elif stored.dtype == np.uint16:
+        stored[inside] = to_bf16(np.ascontiguousarray(values))
+    else:
+        whole = moment_values(state, field)
+        whole[inside] = values
+        encode = encode_signed if field is StateField.EXP_AVG else encode_unsigned
+        bases = state.exp_avg_base if field is StateField.EXP_AVG else state.exp_avg_sq_base
+        stored[:], bases[:] = encode(whole)
+
+
+def master_values(kernels: Kernels, parameter: Array, state: StateArrays) -> Values:
+    """Return the fp32 masters of 16-bit parameters on the host, or None if none are kept."""
+    if state.master is not None:
+        return state.master
+    if state.residual is None:
+        return None
+    if state.residual.dtype == np.int8:
+        return join_short(parameter, state.residual)
+    master = np.empty(parameter.size, np.float32)
+    kernels.join_master(parameter, state.residual, master)
+    return master
 
 
 def update_sub_group(

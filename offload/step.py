@@ -15,6 +15,7 @@ from offload.slots import Slot
 from offload.state import state_arrays, update_sub_group
 from offload.step_device import StreamedUpdate
 from offload.store import Store, count_use
+from offload.update_pass import Rounding, UpdatePass
 
 GradientPieces = Sequence[tuple[int, Values]]
 """(where in the shard, values): gradients of a segment that are not in one array."""
@@ -25,6 +26,7 @@ def update(
     scalars: Sequence[UpdateScalars],
     on_segment: Callable[[int], None],
     pieces_of: Callable[[int], GradientPieces | None] = lambda _: None,
+    rounding: Rounding | None = None,
 ) -> None:
     """Update every sub-group, drop the gradients, and wait until all is written.
 
@@ -36,12 +38,15 @@ def update(
         scalars: one per parameter group.
         on_segment: called with each segment once all its parameters have changed.
         pieces_of: gives the gradients of a segment that its caller keeps, or None.
+        rounding: what lossy formats round by; None where every format is exact.
 
     Raises:
+        ValueError: if a format is lossy and there is no `rounding`.
         PageError: if a transfer failed; the pager then refuses all further work, because some
             sub-groups are a step ahead of others.
     """
     store.require_intact()
+    pass_ = UpdatePass(store, scalars, rounding)
     groups = [group for group in store.plan.sub_groups if group.tier(Section.STATE) is not None]
     reads = [_reads(store, group) for group in groups]
     paged = collections.deque(
@@ -53,9 +58,9 @@ def update(
     moved: list[str] = []
 
     def lend(position: int) -> Slot | None:
-        store.before_change(groups[position])
         while paged and paged[0][0] <= position:
             paged.popleft()
+        store.before_change(groups[position])
         return _lend(store, groups[position], reads[position], (each[1:] for each in paged))
 
     def note(group: SubGroup) -> None:
@@ -67,10 +72,10 @@ def update(
 
     try:
         if store.plan.request.update_on_device:
-            streamed = StreamedUpdate(store, scalars, pieces_of, note)
+            streamed = StreamedUpdate(pass_, pieces_of, note)
             store.update_fence = streamed.run(groups, lend)
         else:
-            _update_on_host(store, groups, scalars, lend, (pieces_of, note))
+            _update_on_host(pass_, groups, lend, (pieces_of, note))
         if store.pager is not None:
             store.pager.drain()
     except BaseException as error:
@@ -84,9 +89,8 @@ def update(
 
 
 def _update_on_host(
-    store: Store,
+    pass_: UpdatePass,
     groups: Sequence[SubGroup],
-    scalars: Sequence[UpdateScalars],
     lend: Callable[[int], Slot | None],
     calls: tuple[Callable[[int], GradientPieces | None], Callable[[SubGroup], None]],
 ) -> None:
@@ -95,9 +99,9 @@ def _update_on_host(
         slot = lend(position)
         pieces = pieces_of(group.segment)
         if pieces is None:
-            _update_group(store, group, scalars, slot)
+            _update_group(pass_, group, slot)
         else:
-            _update_pieces(store, group, scalars, pieces, slot)
+            _update_pieces(pass_, group, pieces, slot)
         note(group)
 
 
@@ -150,16 +154,13 @@ def _lend(
 
 
 def _update_pieces(
-    store: Store,
-    group: SubGroup,
-    scalars: Sequence[UpdateScalars],
-    pieces: GradientPieces,
-    slot: Slot | None,
+    pass_: UpdatePass, group: SubGroup, pieces: GradientPieces, slot: Slot | None
 ) -> None:
     """Update a sub-group that pages at most its state from gradients that its caller keeps.
 
     What lies between the pieces is padding, which is zero and stays so.
     """
+    store = pass_.store
     spec = store.plan.request.segments[group.segment]
     view = HostView(store, group, slot)
     parameter = array_at(view.span(Section.PARAMETER), spec.element, group.numel)
@@ -167,38 +168,43 @@ def _update_pieces(
     with store.ledger.timing(Activity.UPDATE):
         for start, gradient in pieces:
             low, high = max(start, group.start), min(start + len(gradient), group.stop)
-            if low < high:
-                inside = slice(low - group.start, high - group.start)
+            for first, stop, key in pass_.parts(group, low, high) if low < high else ():
+                inside = slice(first - group.start, stop - group.start)
                 update_sub_group(
                     store.kernels,
                     parameter[inside],
-                    gradient[low - start : high - start],
+                    gradient[first - start : stop - start],
                     state.part(inside),
-                    scalars[spec.param_group],
+                    pass_.scalars[spec.param_group],
+                    key,
                 )
     if slot is not None and store.pager is not None:
         store.pager.page_out(slot, frozenset({Section.STATE}))
         store.written_states.add(group.index)
 
 
-def _update_group(
-    store: Store, group: SubGroup, scalars: Sequence[UpdateScalars], slot: Slot | None
-) -> None:
+def _update_group(pass_: UpdatePass, group: SubGroup, slot: Slot | None) -> None:
+    store = pass_.store
     spec = store.plan.request.segments[group.segment]
     view = HostView(store, group, slot, store.staging)
     has_gradient = store.has_gradient(group.segment)
     gradient = view.span(Section.GRADIENT, reads=has_gradient)
     if not has_gradient:
         clear_bytes(gradient)
-    parameter, state = view.span(Section.PARAMETER), view.span(Section.STATE)
+    parameter = array_at(view.span(Section.PARAMETER), spec.element, group.numel)
+    gradients = array_at(gradient, spec.gradient, group.numel)
+    state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
     with store.ledger.timing(Activity.UPDATE):
-        update_sub_group(
-            store.kernels,
-            array_at(parameter, spec.element, group.numel),
-            array_at(gradient, spec.gradient, group.numel),
-            state_arrays(store.plan, spec, group, state),
-            scalars[spec.param_group],
-        )
+        for low, high, key in pass_.parts(group, group.start, group.stop):
+            inside = slice(low - group.start, high - group.start)
+            update_sub_group(
+                store.kernels,
+                parameter[inside],
+                gradients[inside],
+                state.part(inside),
+                pass_.scalars[spec.param_group],
+                key,
+            )
     view.put_back(Section.PARAMETER)
     view.put_back(Section.STATE)
     if slot is None or store.pager is None:

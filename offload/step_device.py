@@ -20,10 +20,9 @@ from estimators import Section, SubGroup
 from estimators.records import DEVICE_BUFFER_COUNT, staged_offsets
 from offload.device import PASSED, DeviceMemory, Fence, Memory, elements_at, last_of
 from offload.operands import Values
-from offload.rules import UpdateScalars
 from offload.slots import Slot
 from offload.state import state_tensors, update_sub_group
-from offload.store import Store
+from offload.update_pass import UpdatePass
 
 _CHANGED = (Section.PARAMETER, Section.STATE)
 
@@ -53,13 +52,12 @@ class StreamedUpdate:
 
     def __init__(
         self,
-        store: Store,
-        scalars: Sequence[UpdateScalars],
+        pass_: UpdatePass,
         pieces_of: PiecesOf,
         on_update: Callable[[SubGroup], None],
     ) -> None:
-        self._store = store
-        self._scalars = scalars
+        self._pass = pass_
+        self._store = store = pass_.store
         self._pieces_of = functools.cache(pieces_of)
         self._on_update = on_update
         size_bytes = store.plan.device_buffer_bytes
@@ -161,14 +159,15 @@ class StreamedUpdate:
             pieces = [(group.start, gradient)]
         for start, gradient in pieces:
             low, high = max(start, group.start), min(start + len(gradient), group.stop)
-            if low < high:
-                inside = slice(low - group.start, high - group.start)
+            for first, stop, key in self._pass.parts(group, low, high) if low < high else ():
+                inside = slice(first - group.start, stop - group.start)
                 update_sub_group(
                     store.device_kernels,
                     parameter[inside],
-                    gradient[low - start : high - start],
+                    gradient[first - start : stop - start],
                     state.part(inside),
-                    self._scalars[spec.param_group],
+                    self._pass.scalars[spec.param_group],
+                    key,
                 )
         for section in _CHANGED:
             memory: Memory = store.section_memory(group, section, staged.slot)

@@ -152,15 +152,12 @@ class Store:
         self.slot_arena = _slot_arena(plan, parts)
         self.slots: Sequence[Slot] = ()
         self.transfers: SlotTransfers | None = None
+        self.copies = parts.kept.copies if parts.kept is not None else Copies()
         if self.swap_file is not None and plan.slots.count:
             self.slots = carve_slots(self.slot_arena, plan.slots)
             self.transfers = self._open_transfers(self.swap_file, parts)
             self.pager = Pager(self.transfers, self.slots, self.ledger, burst=parts.burst)
-        self.ledger.rates = plan.request.rates
-        self.ledger.copied_bytes = parts.device.copied_bytes
-        self.ledger.parameter_numel = sum(
-            group.numel for group in plan.sub_groups if group.tier(Section.STATE) is not None
-        )
+        _describe(self.ledger, plan, parts.device)
 
     # Parameters
 
@@ -366,6 +363,14 @@ def _accumulate(
         # One rounding an element, in the gradient's type.
         elements_at(part, element, numel).add_(elements_at(earlier, element, numel))
     return store.device.copy(part, stored)
+
+
+def _describe(ledger: Ledger, plan: MemoryPlan, device: Device) -> None:
+    ledger.rates = plan.request.rates
+    ledger.copied_bytes = device.copied_bytes
+    ledger.parameter_numel = sum(
+        group.numel for group in plan.sub_groups if group.tier(Section.STATE) is not None
+    )
 
 
 def _measure_schedule(engine: Engine, file: TransferFile, arena: HostArena) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from estimators import ElementType, Section, StateField, StateFormat, SubGroup
 from offload.arrays import array_at, clear_bytes, torch_dtype
+from offload.codes import quieted, split_short
 from offload.host_view import HostView
 from offload.kernels import Kernels
 from offload.slots import Slot
@@ -37,7 +38,7 @@ def write_parameters(store: Store, segment: int, masters: Array) -> None:
     """
     store.parameter_version += 1
     spec = store.plan.request.segments[segment]
-    state_format = store.plan.request.state_format
+    state_format = store.plan.request.format_of(spec)
     for group in store.plan.by_segment[segment]:
         values = masters[group.start : group.stop]
         raw, kept = encode_masters(store.kernels, spec.element, state_format, values)
@@ -56,7 +57,9 @@ def round_like_store(store: Store, segment: int, values: torch.Tensor) -> torch.
     """
     spec = store.plan.request.segments[segment]
     masters = values.detach().float().contiguous().reshape(-1).numpy()
-    raw, _ = encode_masters(store.kernels, spec.element, store.plan.request.state_format, masters)
+    raw, _ = encode_masters(
+        store.kernels, spec.element, store.plan.request.format_of(spec), masters
+    )
     rounded = torch.from_numpy(raw.copy()).view(torch_dtype(spec.element))
     return rounded.view(values.shape)
 
@@ -75,11 +78,12 @@ def encode_masters(
         case ElementType.BF16:
             bits, residual = np.empty(values.size, np.uint16), np.empty(values.size, np.int16)
             kernels.split_master(values, bits, residual)
-            if state_format is StateFormat.EXACT:
+            if state_format in (StateFormat.EXACT, StateFormat.BF16):
                 return bits.view(np.uint8), {StateField.RESIDUAL: residual}
-            quieted = np.empty(values.size, np.float32)
-            kernels.join_master(bits, residual, quieted)
-            return bits.view(np.uint8), {StateField.MASTER: quieted}
+            if state_format is StateFormat.COMPACT:
+                short, rest = split_short(quieted(values))
+                return short.view(np.uint8), {StateField.RESIDUAL: rest}
+            return bits.view(np.uint8), {StateField.MASTER: quieted(values)}
         case _:
             raise ValueError(f"parameters cannot be {element.value}")
 

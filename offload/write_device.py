@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import assert_never
-
 import torch
 
 from estimators import ElementType, Section, StateField, StateFormat, SubGroup
+from offload.codes import quieted, split_short
 from offload.device import PASSED, Fence, last_of
 from offload.store import Store
 from offload.write import lend_for_writing
@@ -29,6 +28,7 @@ def write_parameters_on_device(store: Store, segment: int, masters: torch.Tensor
         raw, kept = _encode(store, segment, values)
         if group.tier(Section.STATE) is None or _says_nothing(store, group, kept):
             kept = {}
+        store.before_change(group)
         fence = _write_group(store, group, raw, kept)
         store.device.join(fence)  # the encoded values are freed now
         store.update_fence = last_of(store.update_fence, fence)
@@ -41,27 +41,30 @@ def _encode(
 ) -> tuple[torch.Tensor, dict[StateField, torch.Tensor]]:
     """Return the parameters in their type, and the fields of the state that follow."""
     kernels = store.device_kernels
-    element = store.plan.request.segments[segment].element
-    match element:
+    spec = store.plan.request.segments[segment]
+    state_format = store.plan.request.format_of(spec)
+    match spec.element:
         case ElementType.FP32:
             return values, {}
         case ElementType.FP16:
             rounded = torch.empty_like(values, dtype=torch.float16)
             kernels.round_to_fp16(values, rounded)
             return rounded, {StateField.MASTER: values}
+        case ElementType.BF16 if state_format is StateFormat.COMPACT:
+            short, rest = split_short(quieted(values.cpu().numpy()))
+            on_device = [torch.from_numpy(each).to(values.device) for each in (short, rest)]
+            return on_device[0].view(torch.bfloat16), {StateField.RESIDUAL: on_device[1]}
         case ElementType.BF16:
             bits = torch.empty_like(values, dtype=torch.bfloat16)
             residual = torch.empty_like(values, dtype=torch.int16)
             kernels.split_master(values, bits, residual)
-            if store.plan.request.state_format is StateFormat.EXACT:
+            if state_format in (StateFormat.EXACT, StateFormat.BF16):
                 return bits, {StateField.RESIDUAL: residual}
-            quieted = torch.empty_like(values)
-            kernels.join_master(bits, residual, quieted)
-            return bits, {StateField.MASTER: quieted}
-        case ElementType.INT16:
-            raise ValueError("parameters cannot be int16")
+            master = torch.empty_like(values)
+            kernels.join_master(bits, residual, master)
+            return bits, {StateField.MASTER: master}
         case _:
-            assert_never(element)
+            raise ValueError(f"parameters cannot be {spec.element.value}")
 
 
 def _says_nothing(store: Store, group: SubGroup, kept: dict[StateField, torch.Tensor]) -> bool:

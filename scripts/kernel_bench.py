@@ -11,6 +11,7 @@ and written: parameter, gradient and state; a copy counts both sides.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import statistics
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +41,12 @@ from offload import (
 )
 from zero.machine import thread_count
 
-HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+HYPERPARAMETERS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+}
 KEY = RoundingKey.derive(0, 1, "benchmark", 0)
 CASES = {
     "fp32 parameters": (ElementType.FP32, StateFormat.FP32),
@@ -81,7 +88,7 @@ def operands(
     return param, grad, state_tensors(layout, record)
 
 
-def as_array(tensor: Tensor | None) -> np.ndarray | None:
+def as_array(tensor: Tensor | None) -> Any:
     """Return the memory of a tensor as an array, bf16 as its bits."""
     if tensor is None:
         return None
@@ -153,10 +160,9 @@ def deepspeed_adam(numel: int) -> Try | str:
     if importlib.util.find_spec("deepspeed") is None:
         return "DeepSpeed is not installed"
     try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
+        adam = importlib.import_module("deepspeed.ops.adam")
         parameter = torch.nn.Parameter(torch.randn(numel).mul_(0.02))
-        optimizer = DeepSpeedCPUAdam([parameter], lr=1e-3, weight_decay=0.01)
+        optimizer = adam.DeepSpeedCPUAdam([parameter], lr=1e-3, weight_decay=0.01)
     except Exception as error:  # noqa: BLE001  whatever keeps the peer from running is the answer
         return f"DeepSpeed's CPU Adam cannot run: {error}"
     parameter.grad = torch.randn(numel).mul_(1e-3)
@@ -171,7 +177,8 @@ def deepspeed_adam(numel: int) -> Try | str:
 
 def timed_on_device(work: Callable[[], object]) -> float:
     """Return the seconds that work takes on the current stream."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    event: Any = torch.cuda.Event
+    start, stop = event(enable_timing=True), event(enable_timing=True)
     start.record()
     work()
     stop.record()
@@ -217,7 +224,7 @@ def by_turns(tries: dict[str, Try], rounds: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def measure(options: argparse.Namespace) -> dict[str, object]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure what there is; return plain data."""
     threads = options.threads or thread_count(1)
     torch.set_num_threads(threads)
@@ -231,7 +238,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         notes.append(peer)
     else:
         tries["DeepSpeed CPU Adam"] = peer
-    results: dict[str, object] = {
+    results: dict[str, Any] = {
         "threads": threads,
         "torch": torch.__version__,
         "numel": options.numel,
@@ -252,7 +259,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     return {**results, "notes": notes}
 
 
-def show(results: dict[str, object], console: Console) -> None:
+def show(results: dict[str, Any], console: Console) -> None:
     """Print one table for the host and one for the device."""
     for where in ("host", "device"):
         measured = results.get(where)

@@ -27,7 +27,8 @@ class LateAliases:
 
     def add(self, storage: torch.UntypedStorage, dtype: torch.dtype, sums: Checksums) -> None:
         """Remember a buffer that is left to its users, with the checksums of its parameters."""
-        self._kept.append((StorageWeakRef(storage), dtype, sums))  # type: ignore[no-untyped-call]
+        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._kept.append((reference, dtype, sums))
 
     def written(self, sums: Sums) -> list[int]:
         """Return positions of parameters whose kept memory was written; each is told once."""

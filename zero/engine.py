@@ -19,8 +19,15 @@ from zero.checkpoint.engine_calls import CheckpointCalls
 from zero.durable import DurableRun
 from zero.errors import ConfigError
 from zero.hooks import ModuleHook
-from zero.integrity import adopt_replaced, check_model, find_slots, managed_parameters
-from zero.kept import refuse_set_gradients
+from zero.integrity import (
+    adopt_replaced,
+    check_model,
+    find_slots,
+    managed_parameters,
+    refuse_gradients_without_backward,
+    refuse_set_gradients,
+)
+from zero.late import require_no_late_differences
 from zero.loader import ResumableLoader
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.memory import memory_lines, memory_report, warn_if_exceeded
@@ -31,9 +38,18 @@ from zero.replicated import gather_values
 from zero.run_state import describe_configured
 from zero.runtime import Runtime
 from zero.settings import Settings
+from zero.state_formats import rounding_of
 from zero.surface import FieldSurface, no_attribute
 
 LossScaler = StaticLossScaler | DynamicLossScaler
+
+
+def _give_back(runtime: Runtime) -> None:
+    """Close the store, and take off what at the parameters would keep them and the model alive."""
+    runtime.scheduler.remove()
+    if runtime.reducer is not None:
+        runtime.reducer.drop()
+    runtime.store.close()
 
 
 class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
@@ -111,7 +127,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             self.optimizer.attach(
                 ModuleHook(self.step), ModuleHook(self._restart_window), ModuleHook(self._holds)
             )
-        self._finalizer = weakref.finalize(self, runtime.store.close)
+        self._finalizer = weakref.finalize(self, _give_back, runtime)
 
     def adopt(self, durable: DurableRun) -> None:
         """Belong to a durable run: take up its state, and commit to it from now on."""
@@ -159,7 +175,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
                 "this engine has no optimizer, so there is nothing to do with gradients; pass one"
                 " to zero.initialize or add an optimizer section to the configuration"
             )
-        refuse_set_gradients(self._runtime.segments)
+        refuse_set_gradients(self._runtime)
         scaled = self.scale(loss / self.gradient_accumulation_steps())
         try:
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
@@ -188,16 +204,20 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             raise ConfigError("this engine has no optimizer; it cannot step")
         self._step_applied = False
         self._runtime.scheduler.recover()
-        refuse_set_gradients(self._runtime.segments)
+        refuse_set_gradients(self._runtime)
         adopt_replaced(self._slots)
         self._adopt_shapes()
         check_model(self.module, self._managed, self._runtime)
+        if not self._micro_batches:
+            refuse_gradients_without_backward(self._runtime)
         if self._micro_batches < self.gradient_accumulation_steps():
             return
         reducer = self._runtime.reducer
         if reducer is None:
             raise RuntimeError("an engine with an optimizer has no gradient reducer")
+        reducer.shown.adopt()
         norm = reducer.global_norm() / self.loss_scaler.cur_scale
+        require_no_late_differences(self._runtime.segments)
         self._grad_norm = norm
         if math.isfinite(norm):
             self._run_update(self.optimizer, norm)
@@ -328,6 +348,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             scalars,
             lambda index: segments[index].forget_values(),
             lambda index: reducer.kept.pieces(segments[index]) if reducer is not None else None,
+            rounding_of(segments, self._settings.tiers.rounding_seed, self._history.updates + 1),
         )
         for segment in segments:
             if segment.spec.trainable:
@@ -392,7 +413,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self._adopt_changes()
         if torch.is_grad_enabled():
             if self._is_idle:
-                refuse_set_gradients(self._runtime.segments)
+                refuse_set_gradients(self._runtime)
             self._forward_pending = self._window_saw_forward = True
 
     def _adopt_changes(self) -> None:
@@ -466,7 +487,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         """Begin a new accumulation window with no gradients."""
         self._runtime.store.drop_gradients()
         if self._runtime.reducer is not None:
-            self._runtime.reducer.kept.drop()
+            self._runtime.reducer.drop()
         for segment in self._runtime.segments:
             segment.dropped_gradients.clear()
         self._micro_batches = 0

@@ -143,7 +143,6 @@ def iterate_states(model: nn.Module) -> Iterator[ParameterState]:
         runtime = chosen[0][0].runtime
         runtime.communicator.join(f"iterating over the states of segment {index}")
         runtime.segments[index].commit(runtime.store)
-        chosen[0][0].settle(Field.GRADIENT)
         reader = ShardReader(runtime.store, index, tuple(Field))
         for source, name, parameter in chosen:
             own = reader.read(*source.own_range())
@@ -153,7 +152,8 @@ def iterate_states(model: nn.Module) -> Iterator[ParameterState]:
                     full = torch.empty(
                         source.shape, dtype=source.dtype(field), device=source.device
                     )
-                    source.assemble(full, own[field])
+                    is_kept = field is Field.GRADIENT and runtime.is_kept(index)
+                    source.assemble(full, source.read_own(field) if is_kept else own[field])
                     found[field] = full
             yield ParameterState(
                 name,

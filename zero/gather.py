@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from offload import Field
+from zero.late import Checksums
 from zero.nursery import NurserySource
 from zero.parameter import reference_of
 from zero.runtime import Runtime
 from zero.source import StoreSource
-from zero.unit import Checksums, Segment, Unit, write_members
+from zero.unit import Segment, Unit, write_members
 from zero.units import ManagedParameter
 
 

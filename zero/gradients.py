@@ -24,6 +24,7 @@ from zero.comm import Communicator
 from zero.hooks import ModuleHook
 from zero.kept import KeptGradients
 from zero.parameter import take_gradient
+from zero.shown import ShownGradients
 from zero.unit import Segment
 
 
@@ -58,7 +59,10 @@ class GradientReducer:
             member.order: member.name for segment in segments for member in segment.members
         }
         self._not_finite: list[str] = []
-        self.kept = KeptGradients(store)
+        self.kept = KeptGradients(store, segments)
+        self.shown = ShownGradients(store, segments, self.kept.keeps)
+        self._unmeasured: set[int] = set()
+        """Segments in which somebody has set gradients."""
 
     def register(self, on_arrival: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
         """Hook every parameter that gets gradients; `on_arrival` runs at each, inside backward.
@@ -87,10 +91,11 @@ class GradientReducer:
         for segment in self._segments if segments is None else segments:
             if segment.index in self._scratch:
                 self._reduce(segment)
-            elif self.kept.has_arrivals(segment):
-                self._note_kept(segment)
+            else:
+                self.kept.merge(segment)
         if segments is None:
             self._let_leave(0)
+            self.shown.show()
 
     def abandon(self) -> None:
         """Drop gradients that have arrived but are not reduced: their backward failed."""
@@ -109,11 +114,15 @@ class GradientReducer:
         Squares are summed in parameter then rank order, see [Note: block norm]. A collective.
         """
         self._let_leave(0)
-        self._fetch_squares()
         for segment in self._segments:
+            if self.kept.keeps(segment):
+                self._measure_kept(segment)
+            elif segment.index in self._unmeasured:
+                self._measure(segment)
             if not self._store.has_gradient(segment.index):
-                for member in segment.members:
-                    self._squares[member.order] = 0.0
+                for position in range(len(segment.members)):
+                    self._note_block_sums(segment, position, None, 0)
+        self._fetch_squares()
         rows = self._communicator.gather_rows(self._squares)
         bad = torch.nonzero(~torch.isfinite(rows).all(0)).reshape(-1).tolist()
         self._not_finite = [self._names[order] for order in bad]
@@ -141,12 +150,13 @@ class GradientReducer:
         self._collect(segment, position, parameter)
 
     def _collect(self, segment: Segment, position: int, parameter: torch.Tensor) -> None:
+        if self.kept.keeps(segment):
+            self.kept.arrive(segment)
+            return
+        if self.shown.is_showing and self.shown.withdraw(parameter):
+            return  # autograd has added it to what was shown
         gradient = take_gradient(parameter)
         if gradient is None:
-            return
-        if segment.index not in self._scratch and self.kept.accepts(segment, gradient):
-            if self.kept.arrive(segment, position, gradient) == len(segment.members):
-                self._note_kept(segment)
             return
         scratch = self._scratch.get(segment.index)
         if scratch is None:
@@ -188,10 +198,9 @@ class GradientReducer:
         if fence is not PASSED:
             self._leaving.append((scratch, fence))
 
-    def _note_kept(self, segment: Segment) -> None:
-        """Add what a backward has delivered to the kept gradients, and measure them."""
-        segment.dropped_gradients.clear()
-        self.kept.merge(segment)
+    def _measure_kept(self, segment: Segment) -> None:
+        """Take the norms of gradients that are at their parameters now."""
+        self.kept.count(segment)
         if not self._store.device.is_host:
             for position in range(len(segment.members)):
                 self._note_block_sums(segment, position, self.kept.gradient(segment, position), 0)
@@ -206,13 +215,33 @@ class GradientReducer:
                 else 0.0
             )
 
-    def settle(self, segment: Segment) -> None:
-        """Put kept gradients where the plan has them, for those who read or set single ones."""
-        self.kept.settle(segment)
+    def note_set(self, segment: Segment) -> None:
+        """Have the norm of a segment's gradients taken anew at the step: somebody has set them."""
+        self._unmeasured.add(segment.index)
 
-    def measure(self, segment: Segment) -> None:
-        """Take the norm of a segment's gradients anew: somebody has set them."""
-        self.settle(segment)
+    def store_all(self) -> None:
+        """Put copies of the gradients at parameters into the shards, for those who read these."""
+        self.shown.adopt()
+        for segment in self._segments:
+            if self.kept.keeps(segment):
+                self.kept.store(segment)
+        self.shown.show()
+
+    def take_stored(self, segment: Segment) -> None:
+        """Take over gradients that somebody has put into the shard of a segment."""
+        if self.kept.keeps(segment):
+            self.kept.take_stored(segment)
+        else:
+            self.note_set(segment)
+            self.shown.show()
+
+    def drop(self) -> None:
+        """Drop what is at the parameters, at the end of a window."""
+        self._unmeasured.clear()
+        self.kept.drop()
+        self.shown.drop()
+
+    def _measure(self, segment: Segment) -> None:
         device = self._store.device
         shard = device.zeros(segment.layout.shard_numel, torch_dtype(segment.spec.gradient))
         if shard.numel():
@@ -225,6 +254,7 @@ class GradientReducer:
             self._store.device.join(self._leaving.popleft()[1])
 
     def _note_squares(self, segment: Segment, shard: torch.Tensor) -> None:
+        self._unmeasured.discard(segment.index)
         if not self._store.device.is_host:
             self._note_device_squares(segment, shard)
             return

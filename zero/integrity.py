@@ -121,11 +121,47 @@ def check_model(model: nn.Module, managed: Mapping[int, str], runtime: Runtime) 
                     f"parameter {member.name} was unfrozen while gradients were accumulated, and"
                     " has none of this window; freeze and unfreeze between steps, before a forward"
                 )
-            if raw_gradient(member.parameter) is not None:
+            if raw_gradient(member.parameter) is not None and not runtime.is_shown(segment.index):
                 raise RuntimeError(
                     f"parameter {member.name} has a .grad that did not come from a backward of"
                     " this engine and would be ignored; gradients live in the engine's shards:"
                     " clip with gradient_clipping in the configuration"
+                )
+
+
+def refuse_set_gradients(runtime: Runtime) -> None:
+    """Refuse gradients at parameters that rest in place where the engine has them elsewhere.
+
+    Raises:
+        RuntimeError: naming the parameter and what to call.
+    """
+    for segment in runtime.segments:
+        if not (segment.is_in_place and segment.spec.trainable) or runtime.is_shown(segment.index):
+            continue
+        for member in segment.members:
+            if raw_gradient(member.parameter) is not None:
+                raise RuntimeError(
+                    f"parameter {member.name} has a .grad that did not come from the engine, and no"
+                    " step would use it; set it to None, and set gradients with"
+                    " zero.safe_set_full_grad(parameter, value) after the backward"
+                )
+
+
+def refuse_gradients_without_backward(runtime: Runtime) -> None:
+    """Refuse a step for gradients that no backward has brought, as it would do nothing.
+
+    Raises:
+        RuntimeError: naming the parameter and what to call.
+    """
+    for segment in runtime.segments:
+        if not runtime.is_shown(segment.index):
+            continue
+        for member in segment.members:
+            if raw_gradient(member.parameter) is not None:
+                raise RuntimeError(
+                    f"parameter {member.name} has a .grad, but no backward of this accumulation"
+                    " window has ended, so engine.step() would not use it; run one backward, and"
+                    " set gradients after it"
                 )
 
 

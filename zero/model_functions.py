@@ -52,11 +52,18 @@ def shape_of(model: nn.Module, name: str) -> ModelShape:
         if id(module) not in inside:
             for parameter in module.parameters(recurse=False):
                 owners.setdefault(id(parameter), set()).add("")
+    tables = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for parameter in module.parameters(recurse=False)
+    }
     parameters = []
     for path, parameter in model.named_parameters():
         found = owners[id(parameter)]
         block = next(iter(found)) if len(found) == 1 else ""
-        parameters.append(ParameterShape(path, tuple(parameter.shape), block))
+        shape = tuple(parameter.shape)
+        parameters.append(ParameterShape(path, shape, block, id(parameter) in tables))
     return ModelShape(name, type(model).__name__, tuple(parameters))
 
 

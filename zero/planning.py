@@ -20,6 +20,7 @@ from estimators import (
     PlacementRequest,
     SegmentSpec,
     Tier,
+    UpdateRule,
     plan_placement,
 )
 from offload import Device, HostDevice, SwapDirectory, load_kernels, process_bytes
@@ -31,6 +32,7 @@ from zero.devices import open_device
 from zero.errors import ConfigError, PlanError
 from zero.optimizer import UpdateGroup, ZeroOptimizer, make_optimizer, update_groups
 from zero.settings import NvmeSettings, Settings
+from zero.state_formats import choose_formats
 from zero.swap_paths import check_paths, describe_paths
 from zero.units import UnitBlueprint, form_units
 
@@ -200,6 +202,7 @@ def make_blueprint(
         settings.gradient_element,
         changes.numels,
         changes.replaced,
+        choose_formats(model, settings),
     )
     request = PlacementRequest(
         segments=tuple(spec for unit in units for spec, _ in unit.segments),
@@ -227,6 +230,7 @@ def make_blueprint(
         device_is_host=device.is_host,
         update_on_device=not device.is_host and settings.tiers.update_device != "cpu",
         replicates=settings.stage < 3,
+        rule=optimizer.fused.rule if optimizer is not None else UpdateRule.ADAMW,
     )
     budget, source = _budget(request, settings, local_world_size, changes.recalled)
     memory = plan_placement(request, budget)

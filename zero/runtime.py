@@ -24,12 +24,20 @@ class Runtime:
     reducer: GradientReducer | None
     scheduler: UnitScheduler
 
+    def is_kept(self, segment: int) -> bool:
+        """Tell whether the gradients of a segment stay at its parameters."""
+        return self.reducer is not None and self.reducer.kept.keeps(self.segments[segment])
+
+    def is_shown(self, segment: int) -> bool:
+        """Tell whether `.grad` of a segment's parameters is its gradient, as in torch."""
+        return self.reducer is not None and self.reducer.shown.shows(self.segments[segment])
+
     def drop_gradients(self) -> None:
         """Forget the gradients that have arrived and those that were accumulated."""
         self.store.drop_gradients()
         if self.reducer is not None:
             self.reducer.abandon()
-            self.reducer.kept.drop()
+            self.reducer.drop()
 
     def retire(self) -> None:
         """Close the store and be an empty shell: hooks that are on the stack may still be called.

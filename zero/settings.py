@@ -43,6 +43,14 @@ class DurableSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class FormatOverride:
+    """How the state of the parameters whose names match a pattern is stored."""
+
+    pattern: str
+    state_format: StateFormat
+
+
+@dataclass(frozen=True, slots=True)
 class TierSettings:
     """How much of each tier a node gives; None means decided from the machine ("auto")."""
 
@@ -54,13 +62,15 @@ class TierSettings:
     state_format: StateFormat = StateFormat.EXACT
     update_device: str = "auto"
     """Where the optimizer runs: "cpu", "device", or "auto"."""
+    format_overrides: tuple[FormatOverride, ...] = ()
+    rounding_seed: int = 0
     measures_bandwidth: bool = False
     slot_count: int | None = None
     write_burst: int = 0
     measures_schedule: bool = False
     verify: bool = False
-    keep_last_checkpoints: int | None = None
     durable: DurableSettings | None = None
+    keep_last_checkpoints: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

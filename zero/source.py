@@ -31,6 +31,7 @@ from zero.replicated import gather_values
 
 if TYPE_CHECKING:
     from zero.comm import Communicator
+    from zero.kept import KeptGradients
     from zero.runtime import Runtime
     from zero.unit import Segment, Unit
 
@@ -193,8 +194,24 @@ class StoreSource(ShardSource):
         """Whether an optimizer of the engine updates the parameter."""
         return self.runtime.reducer is not None and self.segment.spec.trainable
 
+    @property
+    def _kept(self) -> KeptGradients | None:
+        """What keeps the gradient at the parameter, or None if it rests in shards."""
+        reducer = self.runtime.reducer
+        return reducer.kept if reducer is not None and reducer.kept.keeps(self.segment) else None
+
+    def _refresh_gradient(self) -> None:
+        """Take over what a user has put at the parameter, see [Note: shown gradients]."""
+        reducer = self.runtime.reducer
+        if reducer is not None and reducer.shown.is_showing:
+            reducer.shown.refresh(self.segment.members[self.position])
+
     def has(self, field: Field) -> bool:
         """Tell whether a field exists now: a frozen parameter has its values only."""
+        if field is Field.GRADIENT:
+            self._refresh_gradient()
+        if field is Field.GRADIENT and self._kept is not None:
+            return self._kept.gradient(self.segment, self.position) is not None
         if field is Field.GRADIENT and self.position in self.segment.dropped_gradients:
             return False
         return has_field(self.runtime.store, self.segment_index, field)
@@ -222,22 +239,31 @@ class StoreSource(ShardSource):
                 return piece.start, piece.start + piece.numel
         return 0, 0
 
-    def settle(self, field: Field) -> None:
-        """Bring a field to where the plan has it: changes in place, and kept gradients."""
+    def settle(self) -> None:
+        """Bring what was changed in place to where the plan has it."""
         self.segment.commit(self.runtime.store, self.position)
-        if field is Field.GRADIENT and self.runtime.reducer is not None:
-            self.runtime.reducer.settle(self.segment)
 
     def read_own(self, field: Field) -> torch.Tensor:
         """Return a private copy of this rank's piece, flat."""
-        self.settle(field)
+        self.settle()
+        if field is Field.GRADIENT:
+            self._refresh_gradient()
         start, stop = self.own_range()
+        kept = self._kept
+        if field is Field.GRADIENT and kept is not None:
+            found = kept.gradient(self.segment, self.position)
+            zeros = torch.zeros(stop - start, dtype=self.dtype(field), device=self.device)
+            return zeros if found is None else found.clone()
         own = read_range(self.runtime.store, self.segment_index, field, start, stop)
         return own.to(self.device)
 
     def write_own(self, field: Field, values: torch.Tensor, start: int = 0) -> None:
         """Set elements of this rank's piece from `start` on, with their residual."""
-        self.settle(field)
+        self.settle()
+        kept = self._kept
+        if field is Field.GRADIENT and kept is not None:
+            kept.set_part(self.segment, self.position, start, values)
+            return
         first = self.own_range()[0] + start
         write_range(self.runtime.store, self.segment_index, field, first, values.contiguous())
         if field in (Field.PARAMETER, Field.MASTER):
@@ -259,7 +285,7 @@ class StoreSource(ShardSource):
             self.segment.dropped_gradients.discard(self.position)
             reducer = self.runtime.reducer
             if reducer is not None:
-                reducer.measure(self.segment)
+                reducer.note_set(self.segment)
         elif field in (Field.PARAMETER, Field.MASTER):
             self.segment.forget_value(self.position)
 
@@ -273,13 +299,13 @@ class StoreSource(ShardSource):
             self.runtime.store.forget_gradient(self.segment_index)
             segment.dropped_gradients.clear()
             return
-        self.settle(Field.GRADIENT)
+        self.settle()
         start, stop = self.own_range()
         zeros = torch.zeros(stop - start, dtype=self.dtype(Field.GRADIENT))
         write_range(self.runtime.store, self.segment_index, Field.GRADIENT, start, zeros)
         reducer = self.runtime.reducer
         if reducer is not None:
-            reducer.measure(segment)
+            reducer.note_set(segment)
 
 
 def share_pieces(source: ShardSource) -> None:

@@ -175,9 +175,12 @@ class Call:
 
     def _write_back(self) -> None:
         everything = tables.writes_everything(self._name)
-        first = set()
+        first = {
+            id(source_of(item))
+            for item in sharded_in(mutated(self._func, self._args, self._kwargs))
+        }
         if tables.writes_first(self._name):
-            first = {id(source_of(item)) for item in sharded_in(self._args[:1])}
+            first |= {id(source_of(item)) for item in sharded_in(self._args[:1])}
         for copy in self._copies.values():
             if copy.node is not None and copy.full.grad_fn is not copy.node:
                 raise RuntimeError(
@@ -218,6 +221,21 @@ class Call:
                         is_differentiable=result.requires_grad,
                     )
         return result
+
+
+def mutated(func: Any, args: Arguments, kwargs: Keywords) -> list[Any]:
+    """Return the arguments that an operator says it writes; below autograd no version moves."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return []
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    given.update(kwargs)
+    return [
+        given[argument.name]
+        for argument in func._schema.arguments
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and argument.name in given
+    ]
 
 
 def sharded_in(value: Any) -> Iterator[Sharded]:

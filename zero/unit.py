@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Sequence
-from typing import TypeAlias
 
 import torch
 import xxhash
@@ -46,12 +45,10 @@ from offload.ledger import Activity
 from zero.aliases import LateAliases
 from zero.coming import ComingParameters, read_flat
 from zero.comm import Communicator
+from zero.late import Checksums, differing
 from zero.replicated import gather_values
 from zero.seal import seal_all, sealed_like
 from zero.units import ManagedParameter
-
-Checksums: TypeAlias = list[int] | torch.Tensor
-"""One of each parameter; on a device they stay there until they are compared."""
 
 
 class UnitState(enum.Enum):
@@ -98,7 +95,7 @@ class Segment:
         self._sealed: list[torch.Tensor] = []
         self._checksums: Checksums = []
         self._device_checksums: DeviceChecksums | None = None
-        self._differs: torch.Tensor | None = None
+        self.late_differences: torch.Tensor | None = None
         """On a device, which parameters checksums showed to be written; [Note: late comparison]."""
         self.coming = ComingParameters(self)
         self._has_masters = False
@@ -189,7 +186,7 @@ class Segment:
         """
         versions = self._versions if since is None else since
         chosen = range(len(self.members)) if position is None else range(position, position + 1)
-        differs = _differing(self, self._checksums if since is None else [], chosen)
+        differs = differing(self, self._checksums if since is None else [], chosen)
         return [
             self.members[each]
             for each in chosen
@@ -201,24 +198,18 @@ class Segment:
     def lost_writes(self) -> list[ManagedParameter]:
         """Return the parameters written in the window that ends.
 
-        [Note: late comparison] The host would have to wait for a device to compare checksums. What
-        only they show is kept there, and `take_late_differences` asks for it where the host waits
-        anyway: at the step.
+        What a device has yet to compare, `require_no_late_differences` tells.
         """
         if self._device.is_host or not isinstance(self._checksums, torch.Tensor):
             return self.changed()
         found = torch.ne(self._checksums, torch.as_tensor(self.checksums()))
-        self._differs = found if self._differs is None else self._differs | found
+        earlier = self.late_differences
+        self.late_differences = found if earlier is None else earlier | found
         return [
             member
             for member, version in zip(self.members, self._versions, strict=True)
             if member.parameter._version != version or self._has_strayed(member)
         ]
-
-    def take_late_differences(self) -> torch.Tensor | None:
-        """Return which parameters were written, bool, shape `[members]`, on the device; or None."""
-        found, self._differs = self._differs, None
-        return found
 
     def checksums(self, positions: Sequence[int] | None = None) -> Checksums:
         """Return a checksum of the values of each parameter, or of those at some positions."""
@@ -243,7 +234,7 @@ class Segment:
     def differing(self, checksums: Checksums) -> list[ManagedParameter]:
         """Return the parameters whose values have another checksum now."""
         positions = range(len(self.members))
-        return [self.members[each] for each in _differing(self, checksums, positions)]
+        return [self.members[each] for each in differing(self, checksums, positions)]
 
     def collect_strays(self) -> None:
         """Copy the values of parameters that were moved off the flat buffer back into it.
@@ -368,19 +359,6 @@ class Segment:
                 self.layout.offsets, self.layout.numels, self._shapes, strict=True
             )
         ]
-
-
-def _differing(segment: Segment, old: Checksums, positions: Sequence[int]) -> list[int]:
-    """Return at which of some positions the checksum is another one now."""
-    if not len(old):
-        return []
-    new = segment.checksums(positions)
-    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-        before = old if len(positions) == len(old) else old[list(positions)]
-        found = (before != new).tolist()
-    else:
-        found = [old[each] != value for each, value in zip(positions, new, strict=True)]
-    return [each for each, is_new in zip(positions, found, strict=True) if is_new]
 
 
 def write_members(segment: Segment, store: Store, members: Collection[ManagedParameter]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from estimators.models.draft import Draft, Fields
 from estimators.models.shapes import Attention, HeadKind, Mlp, ModelShape, NormKind
 
@@ -12,8 +14,8 @@ def gpt2(fields: Fields, family: str) -> ModelShape:
     hidden, count = fields.size("n_embd"), fields.size("n_layer")
     vocabulary, heads = fields.size("vocab_size"), fields.size("n_head")
     width = fields.size("n_inner", 4 * hidden)
-    draft.add("transformer.wte.weight", vocabulary, hidden)
-    draft.add("transformer.wpe.weight", fields.size("n_positions", 1024), hidden)
+    draft.embedding("transformer.wte", vocabulary, hidden)
+    draft.embedding("transformer.wpe", fields.size("n_positions", 1024), hidden)
     for index in range(count):
         name = f"transformer.h.{index}"
         draft.begin_block(name, count)
@@ -24,8 +26,13 @@ def gpt2(fields: Fields, family: str) -> ModelShape:
         draft.norm(f"{name}.ln_2", hidden, bias=True)
         _conv1d(draft, f"{name}.mlp.c_fc", hidden, width)
         _conv1d(draft, f"{name}.mlp.c_proj", width, hidden)
-        attention = Attention(heads, heads, hidden // heads)
-        draft.stack(draft.numel_since(start), (attention,), Mlp(width), NormKind.LAYER)
+        draft.stack(
+            draft.numel_since(start),
+            (Attention(heads, heads, hidden // heads, upcasts=False),),
+            Mlp(width, activation=fields.activation("activation_function", "gelu_new")),
+            NormKind.LAYER,
+            dropouts=fields.dropouts("resid_pdrop", 2, 0.1),
+        )
     draft.end_block()
     draft.norm("transformer.ln_f", hidden, bias=True)
     if not fields.flag("tie_word_embeddings", default=True):
@@ -45,8 +52,9 @@ def gpt_neox(fields: Fields, family: str) -> ModelShape:
     hidden, count = fields.size("hidden_size"), fields.size("num_hidden_layers")
     vocabulary, width = fields.size("vocab_size"), fields.size("intermediate_size")
     bias = fields.flag("attention_bias", default=True)
-    attention = fields.attention()
-    draft.add("gpt_neox.embed_in.weight", vocabulary, hidden)
+    attention = replace(fields.attention(), is_packed=True)
+    is_parallel = fields.flag("use_parallel_residual", default=True)
+    draft.embedding("gpt_neox.embed_in", vocabulary, hidden)
     for index in range(count):
         name = f"gpt_neox.layers.{index}"
         draft.begin_block(name, count)
@@ -57,7 +65,14 @@ def gpt_neox(fields: Fields, family: str) -> ModelShape:
         draft.linear(f"{name}.attention.dense", hidden, hidden, bias=bias)
         draft.linear(f"{name}.mlp.dense_h_to_4h", hidden, width, bias=True)
         draft.linear(f"{name}.mlp.dense_4h_to_h", width, hidden, bias=True)
-        draft.stack(draft.numel_since(start), (attention,), Mlp(width), NormKind.LAYER)
+        draft.stack(
+            draft.numel_since(start),
+            (attention,),
+            Mlp(width, activation=fields.activation("hidden_act", "gelu")),
+            NormKind.LAYER,
+            norms=(2, 1 if is_parallel else 2),
+            dropouts=fields.dropouts("hidden_dropout", 2),
+        )
     draft.end_block()
     draft.norm("gpt_neox.final_layer_norm", hidden, bias=True)
     if not fields.flag("tie_word_embeddings", default=False):
@@ -75,10 +90,8 @@ def opt(fields: Fields, family: str) -> ModelShape:
     bias = fields.flag("enable_bias", default=True)
     attention = fields.attention(rotary=False)
     prefix = "model.decoder"
-    draft.add(f"{prefix}.embed_tokens.weight", vocabulary, inner)
-    draft.add(
-        f"{prefix}.embed_positions.weight", fields.size("max_position_embeddings") + 2, hidden
-    )
+    draft.embedding(f"{prefix}.embed_tokens", vocabulary, inner)
+    draft.embedding(f"{prefix}.embed_positions", fields.size("max_position_embeddings") + 2, hidden)
     if inner != hidden:
         draft.linear(f"{prefix}.project_out", hidden, inner)
         draft.linear(f"{prefix}.project_in", inner, hidden)
@@ -97,7 +110,13 @@ def opt(fields: Fields, family: str) -> ModelShape:
         draft.linear(f"{name}.fc2", width, hidden, bias=bias)
         if affine:
             draft.norm(f"{name}.final_layer_norm", hidden, bias=True)
-        draft.stack(draft.numel_since(start), (attention,), Mlp(width), NormKind.LAYER)
+        draft.stack(
+            draft.numel_since(start),
+            (attention,),
+            Mlp(width, activation=fields.activation("activation_function", "relu")),
+            NormKind.LAYER,
+            dropouts=fields.dropouts("dropout", 2, 0.1),
+        )
     draft.end_block()
     if not fields.flag("tie_word_embeddings", default=True):
         draft.linear("lm_head", inner, vocabulary)
@@ -123,13 +142,20 @@ def falcon(fields: Fields, family: str) -> ModelShape:
         norms = ["ln_attn", "ln_mlp"]
     elif not is_new and not is_parallel:
         norms = ["post_attention_layernorm", "input_layernorm"]
-    attention = Attention(heads, shared, hidden // heads, rotary=True)
-    draft.add("transformer.word_embeddings.weight", vocabulary, hidden)
+    made = hidden + 2 * shared * (hidden // heads)
+    attention = Attention(  # the new architecture repeats keys and values for every head
+        heads,
+        heads if is_new else shared,
+        hidden // heads,
+        rotary=True,
+        is_packed=not is_new,
+        upcasts=False,
+    )
+    draft.embedding("transformer.word_embeddings", vocabulary, hidden)
     for index in range(count):
         name = f"transformer.h.{index}"
         draft.begin_block(name, count)
         start = draft.position
-        made = attention.query_width + 2 * attention.key_value_width
         draft.linear(f"{name}.self_attention.query_key_value", hidden, made, bias=bias)
         draft.linear(f"{name}.self_attention.dense", hidden, hidden, bias=bias)
         draft.linear(f"{name}.mlp.dense_h_to_4h", hidden, width, bias=bias)
@@ -139,9 +165,10 @@ def falcon(fields: Fields, family: str) -> ModelShape:
         draft.stack(
             draft.numel_since(start),
             (attention,),
-            Mlp(width),
+            Mlp(width, activation=fields.activation("activation", "gelu")),
             NormKind.LAYER,
-            norm_count=len(norms),
+            norms=(len(norms), 1 if is_new or is_parallel else 2),
+            dropouts=fields.dropouts("hidden_dropout", 2),
         )
     draft.end_block()
     draft.norm("transformer.ln_f", hidden, bias=True)
@@ -157,7 +184,7 @@ def phi(fields: Fields, family: str) -> ModelShape:
     vocabulary, width = fields.size("vocab_size"), fields.size("intermediate_size")
     normed = fields.flag("qk_layernorm", default=False)
     attention = fields.attention(normed_heads=normed)
-    draft.add("model.embed_tokens.weight", vocabulary, hidden)
+    draft.embedding("model.embed_tokens", vocabulary, hidden)
     for index in range(count):
         name = f"model.layers.{index}"
         draft.begin_block(name, count)
@@ -174,7 +201,12 @@ def phi(fields: Fields, family: str) -> ModelShape:
         draft.linear(f"{name}.mlp.fc2", width, hidden, bias=True)
         draft.norm(f"{name}.input_layernorm", hidden, bias=True)
         draft.stack(
-            draft.numel_since(start), (attention,), Mlp(width), NormKind.LAYER, norm_count=1
+            draft.numel_since(start),
+            (attention,),
+            Mlp(width, activation=fields.activation("hidden_act", "gelu_new")),
+            NormKind.LAYER,
+            norms=(1, 1),
+            dropouts=fields.dropouts("resid_pdrop", 2),
         )
     draft.end_block()
     draft.norm("model.final_layernorm", hidden, bias=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from estimators.models.draft import Draft, Fields
 from estimators.models.shapes import Attention, HeadKind, Mlp, ModelShape, NormKind
@@ -25,6 +25,9 @@ class Variant:
     """Whether the head is tied where the configuration does not say."""
     fused: bool = False
     """Whether one layer makes queries, keys and values, and one both halves of the gate."""
+    norm: NormKind = NormKind.RMS
+    capped: bool = False
+    """Whether attention scores are capped where the configuration does not say."""
 
 
 VARIANTS = {
@@ -32,10 +35,22 @@ VARIANTS = {
     "mistral": Variant(),
     "qwen2": Variant(query_bias=True),
     "qwen3": Variant(query_bias=None, output_bias=None, normed_heads=True),
-    "gemma": Variant(query_bias=None, output_bias=None, tied=True),
-    "gemma2": Variant(query_bias=None, output_bias=None, tied=True, norms=_AROUND),
+    "gemma": Variant(query_bias=None, output_bias=None, tied=True, norm=NormKind.RMS_SCALED),
+    "gemma2": Variant(
+        query_bias=None,
+        output_bias=None,
+        tied=True,
+        norms=_AROUND,
+        norm=NormKind.RMS_SCALED,
+        capped=True,
+    ),
     "gemma3_text": Variant(
-        query_bias=None, output_bias=None, tied=True, norms=_AROUND, normed_heads=True
+        query_bias=None,
+        output_bias=None,
+        tied=True,
+        norms=_AROUND,
+        normed_heads=True,
+        norm=NormKind.RMS_SCALED,
     ),
     "phi3": Variant(fused=True),
     "mixtral": Variant(),
@@ -53,7 +68,7 @@ def rotary_decoder(fields: Fields, family: str) -> ModelShape:
     hidden, vocabulary = fields.size("hidden_size"), fields.size("vocab_size")
     count = fields.size("num_hidden_layers")
     attention = _attention(fields, family, variant)
-    draft.add("model.embed_tokens.weight", vocabulary, hidden)
+    draft.embedding("model.embed_tokens", vocabulary, hidden)
     for index in range(count):
         name = f"model.layers.{index}"
         draft.begin_block(name, count)
@@ -66,27 +81,30 @@ def rotary_decoder(fields: Fields, family: str) -> ModelShape:
             draft.numel_since(start),
             (attention,),
             mlp,
-            NormKind.RMS,
-            norm_count=len(variant.norms),
+            variant.norm,
+            norms=(len(variant.norms), len(variant.norms)),
         )
     draft.end_block()
     draft.norm("model.norm", hidden)
     if not fields.flag("tie_word_embeddings", default=variant.tied):
         draft.linear("lm_head", hidden, vocabulary)
-    return draft.finish(hidden=hidden, vocabulary=vocabulary, head=HeadKind.CAUSAL)
+    made = draft.finish(hidden=hidden, vocabulary=vocabulary, head=HeadKind.CAUSAL)
+    return replace(made, caps_logits=variant.capped)
 
 
 def _attention(fields: Fields, family: str, variant: Variant) -> Attention:
     if not fields.has("head_dim") and family in _DEFAULT_HEAD_DIM:
         heads = fields.size("num_attention_heads")
-        return Attention(
-            heads,
-            fields.size("num_key_value_heads", heads),
-            _DEFAULT_HEAD_DIM[family],
-            rotary=True,
-            normed_heads=variant.normed_heads,
-        )
-    return fields.attention(normed_heads=variant.normed_heads)
+        shared = fields.size("num_key_value_heads", heads)
+        made = Attention(heads, shared, _DEFAULT_HEAD_DIM[family], rotary=True)
+    else:
+        made = fields.attention()
+    return replace(
+        made,
+        normed_heads=variant.normed_heads,
+        is_packed=variant.fused,
+        is_capped=variant.capped,
+    )
 
 
 def _add_attention(draft: Draft, name: str, variant: Variant, attention: Attention) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from estimators.models.shapes import (
+    Activation,
     Attention,
     HeadKind,
     Mlp,
@@ -61,6 +62,18 @@ class Fields:
         """Return a word."""
         return str(self._values.get(key) or default)
 
+    def activation(self, key: str, default: str) -> Activation:
+        """Return how an activation is computed, by its name in transformers."""
+        name = self.text(key, default)
+        if name in ("gelu_new", "gelu_fast", "gelu_python_tanh"):
+            return Activation.COMPOSED
+        return Activation.IN_PLACE if name.startswith("relu") else Activation.FUSED
+
+    def dropouts(self, key: str, count: int, default: float = 0.0) -> int:
+        """Return `count` if dropout is on."""
+        value = self._values.get(key)
+        return count if (default if value is None else value) else 0
+
     def numbers(self, key: str) -> tuple[int, ...]:
         """Return a list of integers; empty where the key is missing."""
         return tuple(int(each) for each in self._values.get(key) or ())
@@ -107,6 +120,11 @@ class Draft:
         """Add one parameter."""
         self._parameters.append(ParameterShape(name, shape, self._block))
 
+    def embedding(self, name: str, count: int, width: int) -> None:
+        """Add the table of an embedding."""
+        made = ParameterShape(f"{name}.weight", (count, width), self._block, is_embedding=True)
+        self._parameters.append(made)
+
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool = False) -> None:
         """Add the weight of a linear layer and its bias."""
         self.add(f"{name}.weight", outputs, inputs)
@@ -143,22 +161,29 @@ class Draft:
         mlp: Mlp,
         norm: NormKind,
         *,
-        count: int = 1,
-        norm_count: int = 2,
+        norms: tuple[int, int] = (2, 2),
+        dropouts: int = 0,
     ) -> None:
-        """Say what blocks of `block_numel` parameters compute; equal neighbours are one stack."""
+        """Say what a block of `block_numel` parameters computes; equal neighbours are one stack.
+
+        Args:
+            block_numel: its parameters.
+            attention: its attention, and the one to an encoder.
+            mlp: its other half.
+            norm: the kind of its norms.
+            norms: how many norms it has, and how many different tensors they are given.
+            dropouts: how many dropouts it has on the residual stream.
+        """
         active = block_numel
         if mlp.experts:
-            one = (3 if mlp.gated else 2) * self.fields.size("hidden_size") * mlp.width
+            one = 3 * self.fields.size("hidden_size") * mlp.width
             active -= (mlp.experts - mlp.active_experts) * one
-        made = Stack(count, attention, mlp, norm, norm_count, block_numel, active)
-        if self._stacks and replace(self._stacks[-1], count=count) == made:
-            made = replace(made, count=count + self._stacks.pop().count)
+        made = Stack(1, attention, mlp, norm, *norms, dropouts, block_numel, active)
+        if self._stacks and replace(self._stacks[-1], count=1) == made:
+            made = replace(made, count=1 + self._stacks.pop().count)
         self._stacks.append(made)
 
-    def finish(
-        self, *, hidden: int, vocabulary: int, head: HeadKind, fixed_tokens: int = 0
-    ) -> ModelShape:
+    def finish(self, *, hidden: int, vocabulary: int, head: HeadKind) -> ModelShape:
         """Return the model."""
         return ModelShape(
             self.fields.name,
@@ -168,5 +193,4 @@ class Draft:
             hidden,
             vocabulary,
             head,
-            fixed_tokens,
         )

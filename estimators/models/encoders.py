@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from estimators.models.draft import Draft, Fields, ModelError
-from estimators.models.shapes import Attention, HeadKind, Mlp, ModelShape, NormKind
+from estimators.models.shapes import Activation, Attention, HeadKind, Mlp, ModelShape, NormKind
 
 
 def bert(fields: Fields, family: str) -> ModelShape:
@@ -22,12 +22,12 @@ def bert(fields: Fields, family: str) -> ModelShape:
     inside = f"{prefix}embeddings"
     positions = ("position_embeddings", fields.size("max_position_embeddings"))
     kinds = ("token_type_embeddings", fields.size("type_vocab_size", 2))
-    draft.add(f"{inside}.word_embeddings.weight", vocabulary, hidden)
+    draft.embedding(f"{inside}.word_embeddings", vocabulary, hidden)
     for name, count in (positions, kinds) if family == "bert" else (kinds,):
-        draft.add(f"{inside}.{name}.weight", count, hidden)
+        draft.embedding(f"{inside}.{name}", count, hidden)
     draft.norm(f"{inside}.LayerNorm", hidden, bias=True)
     if family != "bert":
-        draft.add(f"{inside}.{positions[0]}.weight", positions[1], hidden)
+        draft.embedding(f"{inside}.{positions[0]}", positions[1], hidden)
     _add_encoder(draft, f"{prefix}encoder.layer")
     if is_bare:
         draft.linear("pooler.dense", hidden, hidden, bias=True)
@@ -40,7 +40,8 @@ def bert(fields: Fields, family: str) -> ModelShape:
     draft.add(f"{head}.bias", vocabulary)
     draft.linear(f"{head}.{dense}", hidden, hidden, bias=True)
     draft.norm(f"{head}.{norm}", hidden, bias=True)
-    return draft.finish(hidden=hidden, vocabulary=vocabulary, head=HeadKind.MASKED)
+    made = draft.finish(hidden=hidden, vocabulary=vocabulary, head=HeadKind.MASKED)
+    return dataclasses.replace(made, upcasts_logits=False)
 
 
 def _heads(family: str) -> str:
@@ -52,7 +53,7 @@ def _add_encoder(draft: Draft, prefix: str) -> None:
     fields = draft.fields
     hidden, count = fields.size("hidden_size"), fields.size("num_hidden_layers")
     width = fields.size("intermediate_size")
-    attention = dataclasses.replace(fields.attention(rotary=False), causal=False)
+    attention = dataclasses.replace(fields.attention(rotary=False), causal=False, upcasts=False)
     for index in range(count):
         name = f"{prefix}.{index}"
         draft.begin_block(name, count)
@@ -64,7 +65,13 @@ def _add_encoder(draft: Draft, prefix: str) -> None:
         draft.linear(f"{name}.intermediate.dense", hidden, width, bias=True)
         draft.linear(f"{name}.output.dense", width, hidden, bias=True)
         draft.norm(f"{name}.output.LayerNorm", hidden, bias=True)
-        draft.stack(draft.numel_since(start), (attention,), Mlp(width), NormKind.LAYER)
+        draft.stack(
+            draft.numel_since(start),
+            (attention,),
+            Mlp(width, activation=fields.activation("hidden_act", "gelu")),
+            NormKind.LAYER,
+            dropouts=fields.dropouts("hidden_dropout_prob", 2, 0.1),
+        )
     draft.end_block()
 
 
@@ -93,14 +100,20 @@ def vit(fields: Fields, family: str) -> ModelShape:
         draft.norm(f"{name}.layernorm_after", hidden, bias=True)
         draft.linear(f"{name}.mlp.fc1", hidden, width, bias=True)
         draft.linear(f"{name}.mlp.fc2", width, hidden, bias=True)
-        draft.stack(draft.numel_since(start), (attention,), Mlp(width), NormKind.LAYER)
+        draft.stack(
+            draft.numel_since(start),
+            (attention,),
+            Mlp(width, activation=fields.activation("hidden_act", "gelu")),
+            NormKind.LAYER,
+            dropouts=fields.dropouts("hidden_dropout_prob", 2),
+        )
     draft.end_block()
     draft.norm("vit.layernorm", hidden, bias=True)
     classes = len(fields.mapping("id2label")) or fields.size("num_labels", 2)
     draft.linear("classifier", hidden, classes, bias=True)
-    return draft.finish(
-        hidden=hidden, vocabulary=classes, head=HeadKind.CLASSES, fixed_tokens=patches + 1
-    )
+    made = draft.finish(hidden=hidden, vocabulary=classes, head=HeadKind.CLASSES)
+    pixels = channels * fields.size("image_size", 224) ** 2
+    return dataclasses.replace(made, fixed_tokens=patches + 1, input_numel=pixels)
 
 
 def t5(fields: Fields, family: str) -> ModelShape:
@@ -110,20 +123,25 @@ def t5(fields: Fields, family: str) -> ModelShape:
     """
     draft = Draft(fields, family)
     hidden, vocabulary = fields.size("d_model"), fields.size("vocab_size")
-    draft.add("shared.weight", vocabulary, hidden)
+    draft.embedding("shared", vocabulary, hidden)
     count = fields.size("num_layers")
     _add_t5_blocks(draft, "encoder", count, decodes=False)
     _add_t5_blocks(draft, "decoder", fields.size("num_decoder_layers", count), decodes=True)
-    return draft.finish(hidden=hidden, vocabulary=vocabulary, head=HeadKind.CAUSAL)
+    made = draft.finish(hidden=hidden, vocabulary=vocabulary, head=HeadKind.CAUSAL)
+    return dataclasses.replace(made, upcasts_logits=False)
 
 
 def _add_t5_blocks(draft: Draft, side: str, count: int, *, decodes: bool) -> None:
     fields = draft.fields
     hidden, width = fields.size("d_model"), fields.size("d_ff")
     heads = fields.size("num_heads")
-    own = Attention(heads, heads, fields.size("d_kv"), causal=decodes)
+    own = Attention(heads, heads, fields.size("d_kv"), causal=decodes, upcasts=False)
     attention = (own, dataclasses.replace(own, is_cross=True, causal=False)) if decodes else (own,)
-    is_gated = fields.text("feed_forward_proj", "relu").startswith("gated")
+    projection = fields.text("feed_forward_proj", "relu")
+    is_gated = projection.startswith("gated")
+    activation = Activation.COMPOSED if "gelu" in projection else Activation.IN_PLACE
+    mlp = Mlp(width, gated=is_gated, activation=activation)
+    count_norms = len(attention) + 1
     for index in range(count):
         name = f"{side}.block.{index}"
         draft.begin_block(name, count)
@@ -136,7 +154,7 @@ def _add_t5_blocks(draft: Draft, side: str, count: int, *, decodes: bool) -> Non
             draft.linear(f"{layer}.{kind}.o", own.query_width, hidden)
             if index == 0 and not each.is_cross:
                 buckets = fields.size("relative_attention_num_buckets", 32)
-                draft.add(f"{layer}.{kind}.relative_attention_bias.weight", buckets, heads)
+                draft.embedding(f"{layer}.{kind}.relative_attention_bias", buckets, heads)
             draft.norm(f"{layer}.layer_norm", hidden)
         layer = f"{name}.layer.{len(attention)}"
         for part in ("wi_0", "wi_1") if is_gated else ("wi",):
@@ -146,9 +164,10 @@ def _add_t5_blocks(draft: Draft, side: str, count: int, *, decodes: bool) -> Non
         draft.stack(
             draft.numel_since(start),
             attention,
-            Mlp(width, gated=is_gated),
-            NormKind.RMS,
-            norm_count=len(attention) + 1,
+            mlp,
+            NormKind.RMS_KEPT,
+            norms=(count_norms, count_norms),
+            dropouts=fields.dropouts("dropout_rate", count_norms, 0.1),
         )
     draft.end_block()
     draft.norm(f"{side}.final_layer_norm", hidden)

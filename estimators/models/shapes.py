@@ -21,6 +21,8 @@ class ParameterShape:
     shape: tuple[int, ...]
     block: str = ""
     """The repeated block that it belongs to; empty for the root unit."""
+    is_embedding: bool = False
+    """Whether rows of it are looked up."""
 
     @property
     def numel(self) -> int:
@@ -32,9 +34,24 @@ class NormKind(enum.Enum):
     """How a normalisation is computed, and so what it keeps for its backward."""
 
     RMS = "rms"
-    """In fp32, by elementary operations, as transformers does."""
+    """In fp32, by elementary operations, as transformers does; scaled in the model's type."""
+    RMS_SCALED = "rms, scaled in fp32"
+    """As Gemma does."""
+    RMS_KEPT = "rms, beside its input"
+    """As T5 does: it keeps its input and an fp32 copy."""
     LAYER = "layer"
     """torch's fused layer norm."""
+
+
+class Activation(enum.Enum):
+    """How an activation is computed, and so what it keeps for its backward, in widths."""
+
+    FUSED = 2
+    """Its input, and its output for what follows."""
+    IN_PLACE = 1
+    """Its output alone: relu."""
+    COMPOSED = 5
+    """Every step: tanh's gelu by elementary operations."""
 
 
 class HeadKind(enum.Enum):
@@ -62,6 +79,12 @@ class Attention:
     """Whether queries and keys pass a norm a head."""
     is_cross: bool = False
     """Whether keys and values come from an encoder."""
+    is_packed: bool = False
+    """Whether values are kept as a view of queries, keys and values together."""
+    is_capped: bool = False
+    """Whether scores pass a tanh: no fused kernel does that."""
+    upcasts: bool = True
+    """Whether the scores of eager attention become probabilities in fp32."""
 
     @property
     def query_width(self) -> int:
@@ -80,6 +103,7 @@ class Mlp:
 
     width: int
     gated: bool = False
+    activation: Activation = Activation.FUSED
     experts: int = 0
     active_experts: int = 0
     shared_width: int = 0
@@ -95,6 +119,10 @@ class Stack:
     mlp: Mlp
     norm: NormKind
     norm_count: int = 2
+    norm_inputs: int = 2
+    """How many different tensors the norms are given."""
+    dropouts: int = 0
+    """Dropouts on the residual stream."""
     block_numel: int = 0
     """Parameters of one block."""
     active_numel: int = 0
@@ -116,6 +144,12 @@ class ModelShape:
     head: HeadKind = HeadKind.NONE
     fixed_tokens: int = 0
     """Tokens of a sample where they do not depend on the sequence length: patches of an image."""
+    input_numel: int = 0
+    """Elements of an image that the first layer keeps."""
+    caps_logits: bool = False
+    """Whether logits pass a tanh."""
+    upcasts_logits: bool = True
+    """Whether the loss is computed in fp32."""
 
     @cached_property
     def numel(self) -> int:

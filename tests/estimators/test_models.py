@@ -54,6 +54,7 @@ def test_golden_models_names_shapes_order_and_blocks(name: str) -> None:
     assert facts_of_shape(model_of_config(case["config"])) == case["out"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", VARIATIONS)
 def test_golden_models_are_what_transformers_builds_today(name: str) -> None:
     if importlib.util.find_spec("transformers") is None:

@@ -9,12 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from estimators import ElementType, StateFormat, UpdateRule, record_fields
+from estimators import (
+    ElementType,
+    StateFormat,
+    UpdateRule,
+    flat_layout,
+    record_fields,
+    shard_pieces,
+)
 from offload import (
     AdagradScalars,
     AdamScalars,
     AdamWScalars,
     LionScalars,
+    NamedPiece,
+    Rounding,
     RoundingKey,
     SgdScalars,
     StateArrays,
@@ -26,6 +35,7 @@ from offload.codes import (
     encode_signed,
     encode_unsigned,
     join_short,
+    random_words,
     split_short,
 )
 from offload.kernels import Kernels
@@ -132,6 +142,40 @@ def test_parts_of_a_parameter_are_updated_as_the_whole(kernels: Kernels, state_f
     assert not np.array_equal(other_state.exp_avg, state.exp_avg), "the seed had no effect"
 
 
+def test_random_bits_do_not_depend_on_the_number_of_ranks() -> None:
+    numels = (100, 5000, 64)
+    layouts = [flat_layout(numels, 2, world_size) for world_size in (1, 2, 3)]
+    found = []
+    for layout in layouts:
+        words = {index: np.zeros(numel, np.uint32) for index, numel in enumerate(numels)}
+        for rank in range(layout.world_size):
+            pieces = shard_pieces(layout, rank)
+            named = [NamedPiece(str(p.index), p.first, p.start, p.numel) for p in pieces]
+            rounding = Rounding(1, 2, [named])
+            for piece in pieces:
+                middle = piece.start + piece.numel // 128 * 64
+                for low, high in ((piece.start, middle), (middle, piece.start + piece.numel)):
+                    for start, stop, key in rounding.parts(0, low, high):
+                        at = piece.first + start - piece.start
+                        words[piece.index][at : at + stop - start] = random_words(
+                            key, stop - start
+                        )[0]
+        found.append(words)
+    assert all(words[index].all() for words in found for index in words)
+    for words in found[1:]:
+        assert all(np.array_equal(words[index], found[0][index]) for index in words)
+
+
+def test_one_call_never_crosses_two_to_the_32_elements() -> None:
+    edge = (1 << 32) - 64
+    rounding = Rounding(1, 2, [[NamedPiece("huge", edge, 0, 128)]])
+    (low, middle, below), (start, stop, beyond) = rounding.parts(0, 0, 128)
+    assert (low, middle, start, stop) == (0, 64, 64, 128)
+    assert below == RoundingKey.derive(1, 2, "huge", edge)
+    assert beyond == RoundingKey.derive(1, 2, "huge", 1 << 32)
+    assert (beyond.low, beyond.first) != (below.low, below.first)
+
+
 def spread(numel: int, seed: int) -> np.ndarray:
     """Gradients whose sizes lie several octaves apart within a block."""
     rng = np.random.default_rng(seed)
@@ -215,8 +259,6 @@ def test_codes_come_back_as_they_were() -> None:
 
 
 def test_random_words_look_random_and_differ_by_step_name_and_seed() -> None:
-    from offload.codes import random_words
-
     first, second = random_words(KEY, 1 << 16)
     for words in (first, second):
         shares = [(words >> np.uint32(bit) & np.uint32(1)).mean() for bit in range(32)]

@@ -247,3 +247,22 @@ def test_a_spool_reports_a_flipped_bit_and_hashes_what_is_overwritten() -> None:
         assert str(files[0].path) in str(told.value)
     array.write(0, expected)
     assert torch.equal(array.read(), expected)
+
+
+def test_a_spool_reserves_little_more_than_it_holds() -> None:
+    disk = SimulatedDisk(0)
+    reserved: list[int] = []
+    create = disk.create_file
+
+    def remember(directory: Path, size_bytes: int, **options: Any) -> SimulatedFile:
+        reserved.append(size_bytes)
+        return create(directory, size_bytes, **options)
+
+    disk.create_file = remember  # type: ignore[method-assign, assignment]
+    spool = Spool(lambda: disk, NOWHERE)
+    arrays = [spool.put(torch.ones(1000))]
+    assert reserved == [1 << 20]
+    arrays += [spool.put(torch.ones(200_000)) for _ in range(20)]
+    assert sum(reserved) <= 2 * spool.resting_bytes + (1 << 20)
+    assert len(reserved) <= 7
+    assert all(torch.equal(array.read(), torch.ones(200_000)) for array in arrays[1:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from estimators import PlacementRequest, SegmentSpec, StateFormat, Tier
+from estimators import PlacementRequest, SegmentSpec, StateFormat, Tier, UpdateRule
 from estimators.records import staged_bytes
 
 LR, EPS, BETAS, WEIGHT_DECAY = 1e-3, 1e-4, (0.9, 0.95), 0.1
@@ -67,6 +67,7 @@ def slot_budget(
     optimizer: str,
     sub_group_size: int,
     state_format: str = "exact",
+    rule: UpdateRule = UpdateRule.ADAMW,
 ) -> int:
     """Return the node's host budget that holds exactly `slots` slots a rank and nothing else."""
     request = PlacementRequest(
@@ -77,6 +78,7 @@ def slot_budget(
         state_format=StateFormat(state_format),
         sub_group_numel=sub_group_size,
         alignment_bytes=4096,
+        rule=rule,
     )
     largest = max(
         staged_bytes(request, segment, min(sub_group_size, segment.layout(world_size).shard_numel))

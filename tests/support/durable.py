@@ -14,10 +14,10 @@ from tests.support.observe import as_bits, digest
 
 MIXES: dict[str, dict[str, Any]] = {
     "nvme": {"parameters": "nvme", "optimizer": "nvme", "host_memory": "44KB", "dtype": "bf16"},
-    "state on nvme": {"optimizer": "nvme", "host_memory": "40KB"},
+    "state on nvme": {"optimizer": "nvme", "host_memory": "32KB"},
     "host": {"parameters": "cpu", "optimizer": "cpu", "dtype": "bf16"},
     "device": {"dtype": "fp32"},
-    "nvme and host": {"parameters": "nvme", "optimizer": "nvme", "host_memory": "90KB"},
+    "nvme and host": {"parameters": "nvme", "optimizer": "nvme", "host_memory": "32KB"},
     "master on host": {"optimizer": "cpu", "dtype": "fp16"},
 }
 

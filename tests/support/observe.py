@@ -35,8 +35,13 @@ def full_gradients(engine: zero.ZeroEngine) -> dict[str, np.ndarray]:
     for segment in runtime.segments:
         if not segment.spec.trainable:
             continue
-        if runtime.reducer is not None:
-            runtime.reducer.settle(segment)
+        if runtime.is_kept(segment.index):
+            for member in segment.members:
+                gradient = zero.safe_get_full_grad(member.parameter)
+                if gradient is None:
+                    gradient = torch.zeros_like(member.parameter)
+                found[member.name] = as_bits(gradient.reshape(-1).cpu())
+            continue
         device = runtime.store.device
         flat = device.empty(segment.layout.padded_numel, torch_dtype(segment.spec.gradient))
         own = runtime.communicator.own_slice(flat)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from estimators.models import PRESETS, ModelShape
+from zero.tracing import kept_bytes
 from zero.units import find_blocks
 
 SMALL = {
@@ -121,27 +122,84 @@ def build(config: dict[str, Any], **more: Any) -> nn.Module:
     return model
 
 
+NO_DROPOUT = dict.fromkeys(
+    (
+        "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout",
+        "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate", "resid_dropout",
+    ),
+    0.0,
+)  # fmt: skip
+SAMPLES, SEQUENCE = 2, 30
+
+
+def kept_by_autograd(config: dict[str, Any], dtype: torch.dtype, *, fused: bool) -> int:
+    """Return the bytes that a real forward on the CPU keeps, dropout left out."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    values = {"pad_token_id": None, **config, **NO_DROPOUT, "use_cache": False}
+    kind, (named,) = values.pop("model_type"), values.pop("architectures")
+    if kind in {"roberta", "t5"}:
+        values |= {"pad_token_id": 1 if kind == "roberta" else 0, "decoder_start_token_id": 0}
+    made = transformers.AutoConfig.for_model(kind, **values)
+    made._attn_implementation = "sdpa" if fused else "eager"
+    model = getattr(transformers, named)(made).to(dtype).train()
+    tokens = torch.randint(3, 97, (SAMPLES, SEQUENCE))
+
+    def forward() -> torch.Tensor:
+        if kind == "vit":
+            pixels = torch.zeros(SAMPLES, 3, made.image_size, made.image_size, dtype=dtype)
+            labels = torch.zeros(SAMPLES, dtype=torch.long)
+            return model(pixel_values=pixels, labels=labels).loss
+        if named == "BertModel":
+            return model(input_ids=tokens).last_hidden_state.sum()
+        return model(input_ids=tokens, labels=tokens).loss
+
+    return kept_bytes(model, forward, fused=fused)
+
+
+def kept_cases(config: dict[str, Any]) -> dict[str, int]:
+    """Return what is kept in each type and kind of attention."""
+    return {
+        f"{name} {'fused' if fused else 'eager'}": kept_by_autograd(config, dtype, fused=fused)
+        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
+        for fused in (True, False)
+        if not (fused and config["model_type"] == "gemma2")  # it runs in no fused kernel
+    }
+
+
 def facts_of_module(model: nn.Module) -> dict[str, Any]:
     """Return what is compared of a built model."""
+    found = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = {id(module.weight) for module in found}
     return _facts(
         [(name, tuple(each.shape)) for name, each in model.named_parameters()],
         [name for name, _ in find_blocks(model)],
+        [name for name, each in model.named_parameters() if id(each) in tables],
     )
 
 
 def facts_of_shape(shape: ModelShape) -> dict[str, Any]:
     """Return the same of a shape that was told from a configuration."""
-    return _facts([(each.name, each.shape) for each in shape.parameters], list(shape.blocks))
+    return _facts(
+        [(each.name, each.shape) for each in shape.parameters],
+        list(shape.blocks),
+        [each.name for each in shape.parameters if each.is_embedding],
+    )
 
 
-def _facts(parameters: list[tuple[str, tuple[int, ...]]], blocks: list[str]) -> dict[str, Any]:
+def _facts(
+    parameters: list[tuple[str, tuple[int, ...]]], blocks: list[str], embeddings: list[str]
+) -> dict[str, Any]:
     numels = [torch.Size(shape).numel() for _, shape in parameters]
-    text = json.dumps([parameters, blocks])
+    text = json.dumps([parameters, blocks, embeddings])
     return {
         "numel": sum(numels),
         "parameters": len(parameters),
         "blocks": len(blocks),
-        "sha256": hashlib.sha256(text.encode()).hexdigest(),  # of all names, shapes and blocks
+        "sha256": hashlib.sha256(
+            text.encode()
+        ).hexdigest(),  # of all names, shapes, blocks and embeddings
     }
 
 
@@ -153,8 +211,13 @@ def main() -> None:
         {"name": name, "config": config, "out": facts_of_module(build(config))}
         for name, config in every_config().items()
     ]
+    for case in cases:
+        if case["name"] in VARIATIONS:
+            case["kept"] = kept_cases(case["config"])
     meta = {
         "source": f"transformers {transformers.__version__}, built on meta, named_parameters()",
+        "kept": f"bytes that autograd keeps of {SAMPLES} x {SEQUENCE} tokens, on the CPU, attention"
+        " replaced by what fused kernels keep",
         "n": len(cases),
     }
     lines = ",\n".join(json.dumps(case) for case in cases)

@@ -143,6 +143,7 @@ RUNS = {
             "aio": ("auto", 262144, 32, 1),
         },
     ),
+    "l2_adam": (8, {"batch": (8, 1, 1), "optimizer": ADAMW | {"lr": 1e-3, "weight_decay": 0.1}}),
     "llama_factory_z3": (1, {}),
     "axolotl_zero3_bf16": (1, BF16 | HOST),
     "openrlhf": (8, BF16 | {"batch": (128, 2, 8), "optim": Tier.HOST}),
@@ -268,7 +269,6 @@ REFUSED = {
         "zero_optimization.zero_quantized_weights: true is not available",
         "zero_optimization.zero_quantized_gradients: true is not available",
     ],
-    "l2_adam": ["optimizer.params.adam_w_mode: false is not available"],
     "trainer_zero3_nvme_misplaced_aio": ["zero_optimization.aio: unknown key", "belongs at aio"],
 }
 """Files with a key that is refused, or that stands where nobody would read it."""

@@ -92,8 +92,8 @@ def refusal(source: object) -> str:
             'did you mean "nvme"?',
         ),
         (
-            {"tiers": {"state_format": "compact"}},
-            'tiers.state_format: "compact" is not available in this version; use "exact" or "fp32"',
+            {"tiers": {"state_format": "4bit"}},
+            'tiers.state_format: must be "exact", "fp32", "bf16" or "compact", got "4bit"',
         ),
         (
             {"tiers": {"update_device": "device"}},

@@ -244,6 +244,16 @@ def averaged(w: Any) -> None:
     w.copy_(average.module.weight)
 
 
+def raw(touch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a touch that does not ask `__torch_function__`, as code in C++ does not."""
+
+    def without_asking(weight: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return touch(weight)
+
+    return without_asking
+
+
 WRITES: dict[str, Callable[[Any], Any]] = {
     "+=": add_,
     "setitem": set_item,
@@ -275,6 +285,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "foreach add_": lambda w: torch._foreach_add_([w], 1.0),
     "foreach copy_": lambda w: torch._foreach_copy_([w], [torch.ones(16, 16)]),
     "foreach lerp_": lambda w: torch._foreach_lerp_([w], [torch.ones(16, 16)], 0.5),
+    "raw operator on data": lambda w: raw(lambda data: data.mul_(2))(w.data),
+    "raw out= on data": lambda w: raw(lambda data: torch.add(data, 1, out=data))(w.data),
     "apply_": lambda w: w.data.apply_(lambda x: x + 1),
     "map_": lambda w: w.data.map_(torch.ones(16, 16), lambda x, y: x + y),
     "inference mode": in_inference_mode,
@@ -327,16 +339,6 @@ REFUSALS: dict[str, Callable[[Any], Any]] = {
     "alias that requires grad": lambda w: w.data.requires_grad_(),
     "grad of another shape": lambda w: setattr(w, "grad", torch.ones(3)),
 }
-
-
-def raw(touch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a touch that does not ask `__torch_function__`, as code in C++ does not."""
-
-    def without_asking(weight: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return touch(weight)
-
-    return without_asking
 
 
 def scripted(weight: Any) -> Any:

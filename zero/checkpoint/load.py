@@ -278,7 +278,7 @@ class ShardLoader:
             saved = self._index.has(self._names.get(member.name, ""), GRADIENT)
             if segment.layout.numels[position] and not saved:
                 segment.dropped_gradients.add(position)
-        reducer.measure(segment)
+        reducer.take_stored(segment)
 
 
 class _Blocks:

@@ -48,7 +48,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "offload_optimizer": ("none", "cpu", "nvme"),
     "precision": ("model", "fp32", "bf16", "fp16"),
     "optimizer": ("object", *OPTIMIZERS),
-    "state_format": ("exact", "fp32"),
+    "state_format": ("exact", "fp32", "bf16", "compact"),
     "gradients": (SAME, WIDER, OTHER),
     "collectives": (SAME, OTHER),
     "directories": ("none", "one", "several"),
@@ -65,7 +65,7 @@ REFUSALS = (
     Refusal(
         {"optimizer": tuple(name for name in OPTIMIZERS if name not in SUPPORTED_OPTIMIZERS)},
         "optimizer.type",
-        "this version has kernels for AdamW and Adam",
+        "this version has kernels for AdamW, Adam, Adagrad, Lion and SGD",
         'write "AdamW"',
     ),
     Refusal(

@@ -15,6 +15,7 @@ from zero.config.zero_models import ZeroOptimization
 ELEMENTS = ("fp32", "fp16", "bf16")
 _LATER = "it is not in this version"
 _SWITCH = Annotated[bool, Switch()]
+_FORMATS = ("exact", "fp32", "bf16", "compact")
 
 
 class NvmePath(Section):
@@ -41,6 +42,17 @@ class NvmePath(Section):
     )
     allow_any_file_system: _SWITCH = key(
         "use the directory even if it lies on a network or memory file system", default=False
+    )
+
+
+class FormatRule(Section):
+    """How the state of some parameters is stored."""
+
+    parameters: Annotated[str, Text()] = key(
+        "pattern of parameter names, with `*` and `?` as in a shell", default=...
+    )
+    state_format: Annotated[str, Choice(words=_FORMATS)] = key(
+        "how their state is stored", default=...
     )
 
 
@@ -85,8 +97,18 @@ class Tiers(Section):
         " placement and the share of the drive's limit in reports",
         default=False,
     )
-    state_format: Annotated[str, Choice(words=("exact", "fp32"), later=("bf16", "compact"))] = key(
-        "how state beside a 16-bit parameter is stored", default="exact"
+    state_format: Annotated[str, Choice(words=_FORMATS)] = key(
+        "how state beside a bf16 parameter is stored (with AdamW: exact 10 bytes, fp32 12, both"
+        " keep every bit; bf16 6, compact about 3.1, both round); other parameters keep fp32 state",
+        default="exact",
+    )
+    state_formats: tuple[FormatRule, ...] = key(
+        "other formats for some parameters; the first pattern that matches decides. Without one,"
+        " compact keeps embeddings and parameters of one dimension exact",
+        default=(),
+    )
+    rounding_seed: Annotated[int, Integer(maximum=(1 << 63) - 1)] = key(
+        "seed of the random bits that lossy formats round by", default=0
     )
     update_device: Annotated[str, Choice(words=("auto", "cpu", "device"))] = key(
         "where the optimizer runs: device streams state through a GPU, at the speed of its link;"
@@ -94,7 +116,7 @@ class Tiers(Section):
         default="auto",
         auto=Auto.MACHINE,
     )
-    durable: Annotated[dict[str, Any] | None, DurableRun()] = key(
+    durable: Annotated[Any, DurableRun()] = key(
         "keep the run under a name in the directories of tiers.nvme, committed every so many"
         " steps: whatever kills it, zero.initialize resumes at the last commit (docs/durable.md)",
         default=False,

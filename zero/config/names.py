@@ -29,7 +29,7 @@ OPTIMIZERS = (
 )
 """Every optimizer that the field knows by name."""
 
-SUPPORTED_OPTIMIZERS = ("Adam", "AdamW")
+SUPPORTED_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
 """Those that this version has a kernel for."""
 
 SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")

@@ -190,9 +190,9 @@ class DurableRun(Kind):
         return 'false, or an object such as {"name": "run-1", "every_steps": 1}'
 
     @override
-    def read(self, value: object) -> dict[str, Any] | None:
+    def read(self, value: object) -> dict[str, Any] | bool:
         if value is False:
-            return None
+            return False
         if not isinstance(value, Mapping):
             raise self.refuse(value, "write false, or give the run a name")
         unknown = sorted(set(map(str, value)) - {"name", "every_steps"})

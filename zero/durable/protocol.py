@@ -40,7 +40,7 @@ cannot be read, state was lost, and the run is refused rather than begun anew wi
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, assert_never
 
@@ -116,6 +116,18 @@ def candidates(holdings: Sequence[Holding]) -> list[CommitName]:
     for holding in holdings[1:]:
         common &= set(holding.names)
     return sorted(common, reverse=True)
+
+
+def newest_whole(
+    names: Sequence[CommitName], is_whole: Callable[[CommitName], bool]
+) -> CommitName | None:
+    """Return the first candidate that every rank finds whole, or None if there is none.
+
+    Args:
+        names: the candidates.
+        is_whole: tells whether a commit is whole on every rank; ranks ask it together.
+    """
+    return next((name for name in names if is_whole(name)), None)
 
 
 def refusal_to_begin(holdings: Sequence[Holding]) -> str | None:

@@ -12,7 +12,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ from offload import (
     layout_digest,
 )
 from zero.comm import Communicator
+from zero.durable.births import adopt_births
 from zero.durable.header import RunFacts, pack_state, unpack_state
 from zero.durable.places import RankPlaces
 from zero.durable.protocol import (
@@ -38,10 +39,12 @@ from zero.durable.protocol import (
     DurableError,
     Holding,
     candidates,
+    newest_whole,
     next_name,
     perform,
     refusal_to_begin,
 )
+from zero.durable.reports import CommitReport, Resumed
 from zero.durable.signals import TerminationWatch
 from zero.errors import ConfigError
 from zero.planning import Plan, Recalled
@@ -55,41 +58,6 @@ _log = logging.getLogger(__name__)
 
 _FAILURES = (OSError, RuntimeError, ValueError, TypeError)
 """What a rank that fails tells the others of, before it raises."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """What `zero.initialize` found and took up."""
-
-    name: str
-    step: int
-    sequence: int
-    read_bytes: int
-    seconds: float
-    fell_back: tuple[str, ...] = ()
-    """Why newer commits were not taken, a line for each."""
-    changes: tuple[str, ...] = ()
-    """What differs from the run that committed, and what was done, a line for each."""
-
-    def describe(self) -> str:
-        """Return it in one line, and one more for everything that was not as before."""
-        line = (
-            f"durable run {self.name!r}: resumed at step {self.step} (commit {self.sequence};"
-            f" {self.read_bytes:,} bytes read and checked in {self.seconds:.2f} s)"
-        )
-        return "\n".join((line, *self.fell_back, *self.changes))
-
-
-@dataclass(frozen=True, slots=True)
-class CommitReport:
-    """What the last commit was, and what it cost beyond training."""
-
-    step: int
-    sequence: int
-    resident_bytes: int
-    """Written from memory; what rests on NVMe had been written by the steps."""
-    manifest_bytes: int
-    seconds: float
 
 
 class DurableRun:
@@ -212,24 +180,30 @@ class DurableRun:
         self._commits = StoreCommits(store, self._copies)
         started = time.monotonic()
         fell_back: list[str] = []
-        for name in self._candidates:
+        read_bytes = 0
+
+        def is_whole(name: CommitName) -> bool:
+            nonlocal read_bytes
             read_bytes, error = self._try(name)
             errors = self._communicator.gather_texts(error)
-            if not any(errors):
-                self._take(name)
-                seconds = time.monotonic() - started
-                step = self._manifests.find(name).step
-                self.resumed = Resumed(
-                    self.name, step, name.sequence, read_bytes, seconds, tuple(fell_back)
-                )
-                return True
-            fell_back.append(f"commit {name.sequence} was not taken: {_by_rank(errors)}")
-        if self._candidates:
+            if any(errors):
+                fell_back.append(f"commit {name.sequence} was not taken: {_by_rank(errors)}")
+            return not any(errors)
+
+        name = newest_whole(self._candidates, is_whole)
+        if name is None and self._candidates:
             raise DurableError(
                 f"the durable run {self.name!r} cannot be resumed: {'; '.join(fell_back)}."
                 f" {self._way_out()}"
             )
-        return False
+        if name is None:
+            return False
+        step = self._take(name).step
+        seconds = time.monotonic() - started
+        self.resumed = Resumed(
+            self.name, step, name.sequence, read_bytes, seconds, tuple(fell_back)
+        )
+        return True
 
     def restore_engine(self, engine: ZeroEngine) -> None:
         """Give the engine the state of the run, and hold SIGTERM back from now on."""
@@ -238,12 +212,8 @@ class DurableRun:
             state = unpack_state(self._chosen.header["state"], self._chosen.blob)
             require_same_model(engine, state)
             changes = restore(engine, state)
-            self.resumed = Resumed(
-                **{
-                    **{key: getattr(self.resumed, key) for key in Resumed.__slots__},
-                    "changes": tuple(changes),
-                }
-            )
+            adopt_births(engine, state, changes)
+            self.resumed = replace(self.resumed, changes=tuple(changes))
             if self._communicator.rank == 0:
                 _log.warning("%s", self.resumed.describe())
         self._watch.install()
@@ -387,18 +357,19 @@ class DurableRun:
         except OSError as failure:
             return 0, str(failure)
 
-    def _take(self, name: CommitName) -> None:
+    def _take(self, name: CommitName) -> Commit:
         """Let a commit count, and no other, on all ranks before anything is written."""
-        self._chosen = self._manifests.find(name)
+        chosen = self._chosen = self._manifests.find(name)
         self._manifests.keep(name)
         error = ""
         try:
             self._manifests.discard_others()
-            self._places.remove_files_but(self._chosen.data_name)
+            self._places.remove_files_but(chosen.data_name)
         except OSError as failure:
             error = str(failure)
         _agree(self._communicator, f"the durable run {self.name!r} cannot be resumed", error)
         self._last = name
+        return chosen
 
     # Committing
 
