@@ -10,7 +10,9 @@ from estimators.field import (
 )
 from estimators.formats import (
     CODE_BLOCK_NUMEL,
+    EXTRA_FIELDS,
     ElementType,
+    GenericRule,
     RecordLayout,
     StateField,
     StateFormat,
@@ -37,12 +39,14 @@ from estimators.summary import MemoryPlan, PlanRow, SlotPlan, StepTraffic, step_
 __all__ = [
     "ASSUMED_RATES",
     "CODE_BLOCK_NUMEL",
+    "EXTRA_FIELDS",
     "SHARD_ALIGNMENT_NUMEL",
     "Budget",
     "DriveRates",
     "ElementType",
     "Extent",
     "FlatLayout",
+    "GenericRule",
     "MemoryPlan",
     "Piece",
     "PlacementRequest",

@@ -9,6 +9,7 @@ from typing import Any
 from estimators.activations import Activations, activations
 from estimators.inputs import DeviceKind, PlanInputs, placement_request, rank_budget
 from estimators.placement import in_play_bytes, minimum_host_bytes, plan_placement
+from estimators.records import Section
 from estimators.segments import Tier
 from estimators.step_time import Moved, StepTime, Wear, moved, operations, step_time, wear
 from estimators.summary import (
@@ -24,10 +25,22 @@ CUDA_CONTEXT_BYTES = 600 << 20
 """What a process takes of a GPU before its first tensor: context, kernels, libraries."""
 CUDA_WORKSPACE_BYTES = 32 << 20
 """What matrix products keep for themselves, allocated through torch."""
+HEAP_SLACK = 0.15
+"""Share of what comes and goes on a CPU run that the C library's heap loses to fragments."""
 ALLOCATOR_SLACK = 0.05
 """Share of what comes and goes on a GPU that its allocator may lose to fragments."""
 PROCESS_BYTES = 420 << 20
 """What Python with torch takes of host memory, a rank; measured for CPU builds."""
+
+
+KEPT = "activations kept for the backward"
+RECOMPUTED = "one block run again"
+WORKING = "gradients of activations"
+LOSS = "logits and loss"
+START = "setting parameters at the start"
+GRADIENTS = "gradients resident"
+ROOT_GRADIENTS = "gradients of the root unit"
+HEAP = f"heap slack ({HEAP_SLACK:.0%})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +71,60 @@ class Estimate:
         return self.moved.traffic
 
     @cached_property
-    def moments(self) -> dict[str, int]:
-        """What comes and goes on the device at each moment that can be the highest."""
-        memory, passing = self.memory, self.activations or _NOTHING
-        live = memory.live_parameter_bytes
-        gradients = memory.gradient_scratch_bytes + memory.collective_scratch_bytes
-        return {
-            "start": memory.request.start_bytes,
-            "loss": live + passing.kept_bytes + passing.loss_bytes,
-            "backward": live
-            + gradients
-            + passing.kept_bytes
-            + passing.recomputed_bytes
-            + max(passing.working_bytes, passing.head_bytes),
+    def passing(self) -> dict[str, dict[str, int]]:
+        """What comes and goes on the device, by what it is, at each moment that can be the highest.
+
+        Activations leave as gradients arrive. On a GPU gradients that autograd made and nothing
+        copies are there at the end of the backward only, those of the root unit (the head) from its
+        start; a heap of small freed activations holds no large gradients.
+        """
+        memory, found = self.memory, self.activations or _NOTHING
+        live = {LIVE_PARAMETERS: memory.live_parameter_bytes}
+        kept = {KEPT: found.kept_bytes}
+        block = {RECOMPUTED: found.recomputed_bytes}
+        block[WORKING] = max(found.working_bytes, found.head_bytes)
+        scratch = {GRADIENT_SCRATCH: memory.gradient_scratch_bytes}
+        scratch[COLLECTIVE_SCRATCH] = memory.collective_scratch_bytes
+        moments = {
+            "start": {START: memory.request.start_bytes},
+            "loss": {**live, **kept, LOSS: found.loss_bytes},
+            "backward": {**live, **kept, **block, **scratch},
         }
+        if self.keeps_gradients:
+            size = memory.resident_section_bytes(Tier.DEVICE, Section.GRADIENT)
+            if self._is_cuda:
+                root = {ROOT_GRADIENTS: self._root_gradients()}
+                moments["backward"] = {**live, **kept, **block, **root}
+                moments["end of the backward"] = {**live, **block, GRADIENTS: size}
+            else:
+                moments["backward"] = {**live, **kept, **block, GRADIENTS: size}
+        if not self._is_cuda:
+            for parts in moments.values():
+                parts[HEAP] = int(HEAP_SLACK * sum(parts.values()))
+        return moments
+
+    @cached_property
+    def moments(self) -> dict[str, int]:
+        """Bytes of what comes and goes at each moment."""
+        return {moment: sum(parts.values()) for moment, parts in self.passing.items()}
+
+    @cached_property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay the tensors that autograd made: see `zero/kept.py`."""
+        memory = self.memory
+        return memory.request.trains and all(
+            memory.is_in_place(index)
+            and memory.segment_tier(index, Section.GRADIENT) is Tier.DEVICE
+            for index in range(len(memory.request.segments))
+        )
+
+    def _root_gradients(self) -> int:
+        request = self.memory.request
+        return sum(
+            spec.layout(request.world_size).padded_numel * spec.gradient.size_bytes
+            for spec in request.segments
+            if spec.unit_index == 0
+        )
 
     @property
     def peak_moment(self) -> str:
@@ -82,6 +135,8 @@ class Estimate:
     def tensor_bytes(self) -> int:
         """Most bytes of tensors on the device: what torch calls allocated."""
         resident = self.moved.device_resident_bytes
+        if self.keeps_gradients:
+            resident -= self.memory.resident_section_bytes(Tier.DEVICE, Section.GRADIENT)
         workspace = CUDA_WORKSPACE_BYTES if self._is_cuda else 0
         return resident + workspace + max(self.moments.values())
 
@@ -110,31 +165,19 @@ class Estimate:
 
     def lines(self) -> list[Line]:
         """Return every category on every tier of one rank, empty ones left out."""
-        peak = self.peak_moment
-        passing = self.activations or _NOTHING
-        rows = {(row.tier, row.what): row.size_bytes for row in self.memory.rows()}
-        when = {
-            LIVE_PARAMETERS: ("loss", "backward"),
-            GRADIENT_SCRATCH: ("backward",),
-            COLLECTIVE_SCRATCH: ("backward",),
-        }
+        sizes: dict[str, int] = {}
+        for parts in self.passing.values():
+            for what, size in parts.items():
+                sizes[what] = max(size, sizes.get(what, 0))
+        at_peak = self.passing[self.peak_moment]
+        sizes |= at_peak
+        skipped = {START_EXCESS, *sizes}
         lines = [
-            Line(tier, what, size, peak in when.get(what, (peak,)))
-            for (tier, what), size in rows.items()
-            if what != START_EXCESS
+            Line(row.tier, row.what, row.size_bytes)
+            for row in self.memory.rows()
+            if row.tier is not Tier.DEVICE or row.what not in skipped
         ]
-        device = [
-            ("activations kept for the backward", passing.kept_bytes, ("loss", "backward")),
-            ("one block run again", passing.recomputed_bytes, ("backward",)),
-            ("logits and loss", passing.loss_bytes, ("loss",)),
-            (
-                "gradients of activations",
-                max(passing.working_bytes, passing.head_bytes),
-                ("backward",),
-            ),
-            ("setting parameters at the start", self.memory.request.start_bytes, ("start",)),
-        ]
-        lines += [Line(Tier.DEVICE, what, size, peak in at) for what, size, at in device]
+        lines += [Line(Tier.DEVICE, what, size, what in at_peak) for what, size in sizes.items()]
         lines += self._margins()
         order = list(Tier)
         return sorted(

@@ -76,6 +76,16 @@ class StateField(enum.Enum):
     EXP_AVG_SQ = "exp_avg_sq"
     EXP_AVG_BASE = "exp_avg_base"
     EXP_AVG_SQ_BASE = "exp_avg_sq_base"
+    EXTRA_0 = "extra_0"
+    EXTRA_1 = "extra_1"
+    EXTRA_2 = "extra_2"
+    EXTRA_3 = "extra_3"
+    EXTRA_4 = "extra_4"
+    EXTRA_5 = "extra_5"
+
+
+EXTRA_FIELDS = tuple(field for field in StateField if field.value.startswith("extra_"))
+"""Fields for the state of optimizers that have no kernel."""
 
 
 class UpdateRule(enum.Enum):
@@ -102,6 +112,25 @@ class UpdateRule(enum.Enum):
                 return (StateField.EXP_AVG_SQ,)
             case _:
                 assert_never(self)
+
+
+@dataclass(frozen=True, slots=True)
+class GenericRule:
+    """An element-wise optimizer without a kernel: how many fp32 tensors its state has."""
+
+    state_count: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.state_count <= len(EXTRA_FIELDS):
+            raise ValueError(
+                f"an optimizer may keep up to {len(EXTRA_FIELDS)} tensors of each parameter, this"
+                f" one keeps {self.state_count}"
+            )
+
+    @property
+    def moments(self) -> tuple[StateField, ...]:
+        """The fields that its state is kept in."""
+        return EXTRA_FIELDS[: self.state_count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +164,9 @@ _BASES = {
 
 
 def record_fields(
-    state_format: StateFormat, parameter: ElementType, rule: UpdateRule = UpdateRule.ADAMW
+    state_format: StateFormat,
+    parameter: ElementType,
+    rule: UpdateRule | GenericRule = UpdateRule.ADAMW,
 ) -> tuple[tuple[StateField, ElementType], ...]:
     """Return the fields stored beside a parameter.
 
@@ -169,7 +200,7 @@ def record_layout(
     state_format: StateFormat,
     parameter: ElementType,
     numel: int,
-    rule: UpdateRule = UpdateRule.ADAMW,
+    rule: UpdateRule | GenericRule = UpdateRule.ADAMW,
 ) -> RecordLayout:
     """Lay out the record of a sub-group of `numel` elements."""
     fields = []

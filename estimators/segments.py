@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from estimators.formats import (
     ElementType,
+    GenericRule,
     RecordLayout,
     StateFormat,
     UpdateRule,
@@ -92,12 +93,14 @@ class PlacementRequest:
     """Whether the swap file has two copies of parameters and state, resident ones too."""
     replicates: bool = False
     """Whether each rank has all parameters in full, on the device, its own shard among them."""
-    rule: UpdateRule = UpdateRule.ADAMW
+    rule: UpdateRule | GenericRule = UpdateRule.ADAMW
     """The optimizer, which decides which moments are stored."""
 
     def format_of(self, segment: SegmentSpec) -> StateFormat:
-        """Return how the state of a segment is stored."""
-        return segment.state_format or self.state_format
+        """Return how the state of a segment is stored; without a kernel it is never lossy."""
+        chosen = segment.state_format or self.state_format
+        is_generic = isinstance(self.rule, GenericRule)
+        return StateFormat.EXACT if is_generic and chosen.is_lossy else chosen
 
     def rounds(self, segment: SegmentSpec) -> bool:
         """Tell whether an update of a segment rounds by random bits."""

@@ -14,6 +14,7 @@ from offload.device import (
     open_cuda_device,
 )
 from offload.footprint import disk_bytes, process_bytes, resident_set_bytes
+from offload.generic import GenericStep
 from offload.heap import HeapTrimmer
 from offload.kernels import (
     Kernels,
@@ -75,6 +76,7 @@ __all__ = [
     "DeviceKernels",
     "DeviceMemory",
     "Field",
+    "GenericStep",
     "HeapTrimmer",
     "HostDevice",
     "KeptFile",

@@ -30,7 +30,7 @@ def layout_digest(plan: MemoryPlan) -> str:
     groups = [(each.segment, each.start, each.stop, each.extent) for each in plan.sub_groups]
     segments = plan.request.segments
     described = repr((segments, plan.request.world_size, groups, plan.resident_copies))
-    state = f"{plan.request.state_format.value} {plan.request.rule.value}"
+    state = f"{plan.request.state_format.value} {plan.request.rule}"
     return hashlib.blake2b((described + state).encode(), digest_size=16).hexdigest()
 
 

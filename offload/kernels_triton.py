@@ -7,7 +7,7 @@ divisions and roots are the rounded ones.
 
 # Triton's language has no annotations that mypy could check.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,attr-defined"
-# ruff: noqa: ANN001, ANN202, FBT003, N803, N806, PLR1714, RET505, SIM109
+# ruff: noqa: ANN001, ANN202, FBT003, N803, PLR1714, RET505, SIM109
 
 from __future__ import annotations
 
@@ -160,25 +160,18 @@ def _bits(value):
 
 
 @triton.jit
-def _greatest(upper, TILE: tl.constexpr):
-    """Return, for each element, the greatest value of its block."""
-    blocks = tl.reshape(upper.to(tl.int32), (TILE // 32, 32))
-    greatest = tl.max(blocks, axis=1)
-    spread = tl.broadcast_to(tl.expand_dims(greatest, 1), (TILE // 32, 32))
-    return tl.reshape(spread, (TILE,))
+def _base(upper, CODES: tl.constexpr):
+    """Return the base of each block, a row of a tile, from the upper bits of its elements."""
+    return tl.maximum(tl.max(upper, axis=1, keep_dims=True) - CODES, 0)
 
 
 @triton.jit
-def _base(upper, CODES: tl.constexpr, TILE: tl.constexpr):
-    return tl.maximum(_greatest(upper, TILE) - CODES, 0)
-
-
-@triton.jit
-def _loaded(moment, base, at, inside, KEPT: tl.constexpr, SIGNED: tl.constexpr):
+def _loaded(moment, base, blocks, at, inside, KEPT: tl.constexpr, SIGNED: tl.constexpr):
     """Return a moment in fp32, however it is kept."""
     if KEPT == _COMPACT:
         code = tl.load(moment + at, inside, other=0).to(tl.int32)
-        below = tl.load(base + at // 32, inside, other=0).to(tl.int32) & 0xFFFF
+        block, is_block = blocks
+        below = tl.load(base + block, is_block, other=0).to(tl.int32) & 0xFFFF
         if SIGNED:
             magnitude = code & 0x7F
             upper = tl.where(magnitude != 0, below + magnitude, 0)
@@ -192,24 +185,25 @@ def _loaded(moment, base, at, inside, KEPT: tl.constexpr, SIGNED: tl.constexpr):
 
 @triton.jit
 def _store_moment(
-    moment, base, at, inside, value, noise, KEPT: tl.constexpr, SIGNED: tl.constexpr
+    moment, base, blocks, places, value, noise, KEPT: tl.constexpr, SIGNED: tl.constexpr
 ):  # fmt: skip
-    TILE: tl.constexpr = at.shape[0]
+    at, inside = places
     bits = tl.where(inside, _bits(value), 0)
     if KEPT == _COMPACT:
         magnitude = bits & 0x7FFFFFFF
         if SIGNED:
             upper = ((magnitude + (noise >> 12)) >> 20).to(tl.int32)
             upper = tl.where(inside, upper, 0)
-            below = _base(upper, 0x7F, TILE)
+            below = _base(upper, 0x7F)
             code = tl.maximum(upper - below, 0) | ((bits >> 31).to(tl.int32) << 7)
         else:
             upper = ((magnitude + (_other_noise(noise) >> 13)) >> 19).to(tl.int32)
             upper = tl.where(inside, upper, 0)
-            below = _base(upper, 0xFF, TILE)
+            below = _base(upper, 0xFF)
             code = tl.maximum(upper - below, tl.where(magnitude != 0, 1, 0))
         tl.store(moment + at, code.to(tl.uint8), inside)
-        tl.store(base + at // 32, below.to(tl.int16), inside & (at % 32 == 0))
+        block, is_block = blocks
+        tl.store(base + block, below.to(tl.int16), is_block)
     elif KEPT == _BF16:
         random = (noise & 0xFFFF) if SIGNED else (noise >> 16)
         half = ((bits + random) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -258,24 +252,32 @@ def _update(
 ):  # fmt: skip
     param, weight, grad = operands
     exp_avg, exp_avg_sq, exp_avg_base, exp_avg_sq_base = moments
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    start = tl.program_id(0).to(tl.int64) * TILE
+    if KEPT == _COMPACT:  # a row a block, so that its greatest is found within a row
+        block = start // 32 + tl.expand_dims(tl.arange(0, TILE // 32), 1)
+        at = block * 32 + tl.expand_dims(tl.arange(0, 32), 0)
+    else:
+        at = start + tl.arange(0, TILE)
+        block = at
     inside = at < numel
+    blocks = (block, block * 32 < numel)
+    places = (at, inside)
     master = _master(param, weight, at, inside, KEPT)
     g = _widened(tl.load(grad + at, inside))
-    m = tl.zeros((TILE,), tl.float32)
+    m = tl.zeros_like(master)
     v = m
     if RULE != _ADAGRAD:
-        m = _loaded(exp_avg, exp_avg_base, at, inside, KEPT, True)
+        m = _loaded(exp_avg, exp_avg_base, blocks, at, inside, KEPT, True)
     if RULE == _ADAMW or RULE == _ADAM or RULE == _ADAGRAD:
-        v = _loaded(exp_avg_sq, exp_avg_sq_base, at, inside, KEPT, False)
+        v = _loaded(exp_avg_sq, exp_avg_sq_base, blocks, at, inside, KEPT, False)
     p, m, v = _moved(master, m, v, g, scalars, RULE)
-    noise = tl.zeros((TILE,), tl.uint32)
+    noise = tl.zeros_like(master).to(tl.uint32)
     if KEPT == _BF16 or KEPT == _COMPACT:
         noise = _noise(at, key)
     if RULE != _ADAGRAD:
-        _store_moment(exp_avg, exp_avg_base, at, inside, m, noise, KEPT, True)
+        _store_moment(exp_avg, exp_avg_base, blocks, places, m, noise, KEPT, True)
     if RULE == _ADAMW or RULE == _ADAM or RULE == _ADAGRAD:
-        _store_moment(exp_avg_sq, exp_avg_sq_base, at, inside, v, noise, KEPT, False)
+        _store_moment(exp_avg_sq, exp_avg_sq_base, blocks, places, v, noise, KEPT, False)
     _store_master(param, weight, at, inside, p, noise, KEPT)
 
 

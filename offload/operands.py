@@ -23,6 +23,12 @@ class StateArrays:
     residual: Values = None
     exp_avg_base: Values = None
     exp_avg_sq_base: Values = None
+    extra_0: Values = None
+    extra_1: Values = None
+    extra_2: Values = None
+    extra_3: Values = None
+    extra_4: Values = None
+    extra_5: Values = None
 
     @classmethod
     def of(cls, views: dict[StateField, Values]) -> StateArrays:

@@ -5,6 +5,8 @@ On the host they are numpy arrays, on a device tensors; the kernels of either ha
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import torch
 
@@ -20,6 +22,7 @@ from offload.codes import (
     join_short,
     to_bf16,
 )
+from offload.generic import GenericStep
 from offload.kernel_calls import Array
 from offload.kernels import Kernels
 from offload.kernels_device import DeviceKernels
@@ -105,8 +108,19 @@ def update_sub_group(
     parameter: Values,
     gradient: Values,
     state: StateArrays,
-    scalars: UpdateScalars,
+    scalars: UpdateScalars | GenericStep,
     key: RoundingKey | None = None,
 ) -> None:
-    """Update one sub-group in place, all on the host or all on one device."""
+    """Update one sub-group in place, all on the host or all on one device.
+
+    Raises:
+        TypeError: if an optimizer without a kernel is to run on tensors of a device.
+    """
+    if isinstance(scalars, GenericStep):
+        if not isinstance(parameter, np.ndarray):
+            raise TypeError(
+                "an optimizer without a kernel updates on the host: set update_device to cpu"
+            )
+        scalars.apply(cast("Kernels", kernels), parameter, gradient, state)
+        return
     kernels.update(parameter, gradient, state, scalars, key)

@@ -7,23 +7,20 @@ from collections.abc import Callable, Iterable, Sequence
 
 from estimators import Extent, Section, SubGroup
 from offload.arrays import array_at, clear_bytes
+from offload.generic import GenericStep
 from offload.host_view import HostView
 from offload.ledger import Activity
-from offload.operands import Values
 from offload.rules import UpdateScalars
 from offload.slots import Slot
-from offload.state import state_arrays, update_sub_group
+from offload.state import state_arrays
 from offload.step_device import StreamedUpdate
 from offload.store import Store, count_use
-from offload.update_pass import Rounding, UpdatePass
-
-GradientPieces = Sequence[tuple[int, Values]]
-"""(where in the shard, values): gradients of a segment that are not in one array."""
+from offload.update_pass import GradientPieces, Rounding, UpdatePass
 
 
 def update(
     store: Store,
-    scalars: Sequence[UpdateScalars],
+    scalars: Sequence[UpdateScalars | GenericStep],
     on_segment: Callable[[int], None],
     pieces_of: Callable[[int], GradientPieces | None] = lambda _: None,
     rounding: Rounding | None = None,
@@ -46,22 +43,11 @@ def update(
             sub-groups are a step ahead of others.
     """
     store.require_intact()
-    pass_ = UpdatePass(store, scalars, rounding)
+    pass_ = UpdatePass(store, scalars, rounding, pieces_of)
     groups = [group for group in store.plan.sub_groups if group.tier(Section.STATE) is not None]
-    reads = [_reads(store, group) for group in groups]
-    paged = collections.deque(
-        (position, group.extent, wanted)
-        for position, (group, wanted) in enumerate(zip(groups, reads, strict=True))
-        if group.extent is not None and wanted
-    )
+    lend = _lender(store, groups)
     store.parameter_version += 1
     moved: list[str] = []
-
-    def lend(position: int) -> Slot | None:
-        while paged and paged[0][0] <= position:
-            paged.popleft()
-        store.before_change(groups[position])
-        return _lend(store, groups[position], reads[position], (each[1:] for each in paged))
 
     def note(group: SubGroup) -> None:
         store.ledger.note("update", _name(store, group))
@@ -72,10 +58,11 @@ def update(
 
     try:
         if store.plan.request.update_on_device:
-            streamed = StreamedUpdate(pass_, pieces_of, note)
-            store.update_fence = streamed.run(groups, lend)
+            store.update_fence = StreamedUpdate(pass_, note).run(groups, lend)
         else:
-            _update_on_host(pass_, groups, lend, (pieces_of, note))
+            for position, group in enumerate(groups):
+                _update_group(pass_, group, lend(position))
+                note(group)
         if store.pager is not None:
             store.pager.drain()
     except BaseException as error:
@@ -88,21 +75,22 @@ def update(
     store.drop_gradients()
 
 
-def _update_on_host(
-    pass_: UpdatePass,
-    groups: Sequence[SubGroup],
-    lend: Callable[[int], Slot | None],
-    calls: tuple[Callable[[int], GradientPieces | None], Callable[[SubGroup], None]],
-) -> None:
-    pieces_of, note = calls
-    for position, group in enumerate(groups):
-        slot = lend(position)
-        pieces = pieces_of(group.segment)
-        if pieces is None:
-            _update_group(pass_, group, slot)
-        else:
-            _update_pieces(pass_, group, pieces, slot)
-        note(group)
+def _lender(store: Store, groups: Sequence[SubGroup]) -> Callable[[int], Slot | None]:
+    """Return what lends the slot of the sub-group at a position, asked for in ascending order."""
+    reads = [_reads(store, group) for group in groups]
+    paged = collections.deque(
+        (position, group.extent, wanted)
+        for position, (group, wanted) in enumerate(zip(groups, reads, strict=True))
+        if group.extent is not None and wanted
+    )
+
+    def lend(position: int) -> Slot | None:
+        while paged and paged[0][0] <= position:
+            paged.popleft()
+        store.before_change(groups[position])
+        return _lend(store, groups[position], reads[position], (each[1:] for each in paged))
+
+    return lend
 
 
 def _count_uses(store: Store, group: SubGroup) -> None:
@@ -153,58 +141,22 @@ def _lend(
     return slot
 
 
-def _update_pieces(
-    pass_: UpdatePass, group: SubGroup, pieces: GradientPieces, slot: Slot | None
-) -> None:
-    """Update a sub-group that pages at most its state from gradients that its caller keeps.
-
-    What lies between the pieces is padding, which is zero and stays so.
-    """
-    store = pass_.store
-    spec = store.plan.request.segments[group.segment]
-    view = HostView(store, group, slot)
-    parameter = array_at(view.span(Section.PARAMETER), spec.element, group.numel)
-    state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
-    with store.ledger.timing(Activity.UPDATE):
-        for start, gradient in pieces:
-            low, high = max(start, group.start), min(start + len(gradient), group.stop)
-            for first, stop, key in pass_.parts(group, low, high) if low < high else ():
-                inside = slice(first - group.start, stop - group.start)
-                update_sub_group(
-                    store.kernels,
-                    parameter[inside],
-                    gradient[first - start : stop - start],
-                    state.part(inside),
-                    pass_.scalars[spec.param_group],
-                    key,
-                )
-    if slot is not None and store.pager is not None:
-        store.pager.page_out(slot, frozenset({Section.STATE}))
-        store.written_states.add(group.index)
-
-
 def _update_group(pass_: UpdatePass, group: SubGroup, slot: Slot | None) -> None:
+    """Update a sub-group on the host."""
     store = pass_.store
     spec = store.plan.request.segments[group.segment]
     view = HostView(store, group, slot, store.staging)
-    has_gradient = store.has_gradient(group.segment)
-    gradient = view.span(Section.GRADIENT, reads=has_gradient)
-    if not has_gradient:
-        clear_bytes(gradient)
+    pieces = pass_.pieces_of(group.segment)
+    if pieces is None:
+        has_gradient = store.has_gradient(group.segment)
+        gradient = view.span(Section.GRADIENT, reads=has_gradient)
+        if not has_gradient:
+            clear_bytes(gradient)
+        pieces = [(group.start, array_at(gradient, spec.gradient, group.numel))]
     parameter = array_at(view.span(Section.PARAMETER), spec.element, group.numel)
-    gradients = array_at(gradient, spec.gradient, group.numel)
     state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
     with store.ledger.timing(Activity.UPDATE):
-        for low, high, key in pass_.parts(group, group.start, group.stop):
-            inside = slice(low - group.start, high - group.start)
-            update_sub_group(
-                store.kernels,
-                parameter[inside],
-                gradients[inside],
-                state.part(inside),
-                pass_.scalars[spec.param_group],
-                key,
-            )
+        pass_.update(store.kernels, group, (parameter, state), pieces)
     view.put_back(Section.PARAMETER)
     view.put_back(Section.STATE)
     if slot is None or store.pager is None:

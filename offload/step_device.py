@@ -19,14 +19,11 @@ import torch
 from estimators import Section, SubGroup
 from estimators.records import DEVICE_BUFFER_COUNT, staged_offsets
 from offload.device import PASSED, DeviceMemory, Fence, Memory, elements_at, last_of
-from offload.operands import Values
 from offload.slots import Slot
-from offload.state import state_tensors, update_sub_group
+from offload.state import state_tensors
 from offload.update_pass import UpdatePass
 
 _CHANGED = (Section.PARAMETER, Section.STATE)
-
-PiecesOf = Callable[[int], Sequence[tuple[int, Values]] | None]
 
 Lend = Callable[[int], Slot | None]
 """Lends a slot with what rests on NVMe of the sub-group at a position."""
@@ -50,15 +47,10 @@ class _Staged:
 class StreamedUpdate:
     """One update of all sub-groups, see [Note: streamed update]."""
 
-    def __init__(
-        self,
-        pass_: UpdatePass,
-        pieces_of: PiecesOf,
-        on_update: Callable[[SubGroup], None],
-    ) -> None:
+    def __init__(self, pass_: UpdatePass, on_update: Callable[[SubGroup], None]) -> None:
         self._pass = pass_
         self._store = store = pass_.store
-        self._pieces_of = functools.cache(pieces_of)
+        self._pieces_of = functools.cache(pass_.pieces_of)
         self._on_update = on_update
         size_bytes = store.plan.device_buffer_bytes
         self._buffers = [
@@ -157,18 +149,7 @@ class StreamedUpdate:
         if pieces is None:
             gradient = elements_at(staged.memory[Section.GRADIENT], spec.gradient, group.numel)
             pieces = [(group.start, gradient)]
-        for start, gradient in pieces:
-            low, high = max(start, group.start), min(start + len(gradient), group.stop)
-            for first, stop, key in self._pass.parts(group, low, high) if low < high else ():
-                inside = slice(first - group.start, stop - group.start)
-                update_sub_group(
-                    store.device_kernels,
-                    parameter[inside],
-                    gradient[first - start : stop - start],
-                    state.part(inside),
-                    self._pass.scalars[spec.param_group],
-                    key,
-                )
+        self._pass.update(store.device_kernels, group, (parameter, state), pieces)
         for section in _CHANGED:
             memory: Memory = store.section_memory(group, section, staged.slot)
             if not isinstance(memory, DeviceMemory):

@@ -107,17 +107,8 @@ class StoreParts:
         return self.engine.create_file(self.directory, size_bytes)
 
 
-def _ignore(_group: SubGroup) -> None:
-    """Nobody copies anything."""
-
-
 class Store:
     """Allocates exactly what the plan says, once, and moves sections between tiers."""
-
-    before_change: Callable[[SubGroup], None] = staticmethod(_ignore)
-    """Called before parameters or state of a sub-group change: whoever copies them waits."""
-    suspended: str | None = None
-    """Why all work is refused until this is None again: what is here is half replaced."""
 
     def __init__(self, plan: MemoryPlan, parts: StoreParts) -> None:
         self.plan = plan
@@ -135,6 +126,10 @@ class Store:
         """Sub-groups whose state on NVMe was ever written; the others' is zero and is not read."""
         self._has_gradient = [False] * len(plan.request.segments)
         self._failure: str | None = None
+        self.before_change: Callable[[SubGroup], None] = _ignore
+        """Called before parameters or state of a sub-group change: whoever copies them waits."""
+        self.suspended: str | None = None
+        """Why all work is refused until this is None again: what is here is half replaced."""
         self.is_closed = False
         self.is_restored = False
         """Whether it holds what an earlier process committed: a model's own values do not count."""
@@ -371,6 +366,10 @@ def _describe(ledger: Ledger, plan: MemoryPlan, device: Device) -> None:
     ledger.parameter_numel = sum(
         group.numel for group in plan.sub_groups if group.tier(Section.STATE) is not None
     )
+
+
+def _ignore(_group: SubGroup) -> None:
+    """Nobody copies anything."""
 
 
 def _measure_schedule(engine: Engine, file: TransferFile, arena: HostArena) -> None:

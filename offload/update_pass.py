@@ -1,14 +1,22 @@
-"""What one pass of the update over all sub-groups goes by: hyper-parameters, and what rounds."""
+"""What one pass of the update works with, on the host or on a device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from estimators import SubGroup
 from offload.codes import RoundingKey
+from offload.generic import GenericStep
+from offload.kernels import Kernels
+from offload.kernels_device import DeviceKernels
+from offload.operands import StateArrays, Values
 from offload.rules import UpdateScalars
+from offload.state import update_sub_group
 from offload.store import Store
+
+GradientPieces = Sequence[tuple[int, Values]]
+"""(where in the shard, values): gradients of a segment that are not in one array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +58,10 @@ class UpdatePass:
     """One pass of the update over all sub-groups."""
 
     store: Store
-    scalars: Sequence[UpdateScalars]
+    scalars: Sequence[UpdateScalars | GenericStep]
     rounding: Rounding | None
+    pieces_of: Callable[[int], GradientPieces | None]
+    """Gives the gradients of a segment that its caller keeps, or None."""
 
     def __post_init__(self) -> None:
         request = self.store.plan.request
@@ -67,3 +77,29 @@ class UpdatePass:
         if self.rounding is None or not request.rounds(request.segments[group.segment]):
             return [(low, high, None)]
         return self.rounding.parts(group.segment, low, high)
+
+    def update(
+        self,
+        kernels: Kernels | DeviceKernels,
+        group: SubGroup,
+        operands: tuple[Values, StateArrays],
+        pieces: GradientPieces,
+    ) -> None:
+        """Update parameters and state of a sub-group, in place, from gradients in the shard.
+
+        What lies between pieces is padding, which is zero and stays so.
+        """
+        parameter, state = operands
+        scalars = self.scalars[self.store.plan.request.segments[group.segment].param_group]
+        for start, gradient in pieces:
+            low, high = max(start, group.start), min(start + len(gradient), group.stop)
+            for first, stop, key in self.parts(group, low, high) if low < high else ():
+                inside = slice(first - group.start, stop - group.start)
+                update_sub_group(
+                    kernels,
+                    parameter[inside],
+                    gradient[first - start : stop - start],
+                    state.part(inside),
+                    scalars,
+                    key,
+                )

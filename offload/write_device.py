@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from estimators import ElementType, Section, StateField, StateFormat, SubGroup
-from offload.codes import quieted, split_short
 from offload.device import PASSED, Fence, last_of
 from offload.store import Store
-from offload.write import lend_for_writing
+from offload.write import lend_for_writing, write_parameters
+
+_LOW_HALF = 0xFFFF
+"""The bits of an fp32 value that a bf16 value does not have."""
 
 
 def write_parameters_on_device(store: Store, segment: int, masters: torch.Tensor) -> None:
@@ -22,6 +24,9 @@ def write_parameters_on_device(store: Store, segment: int, masters: torch.Tensor
     Raises:
         PageError: if a transfer failed.
     """
+    if _is_for_host(store, segment, masters):
+        write_parameters(store, segment, masters.cpu().numpy())
+        return
     store.parameter_version += 1
     for group in store.plan.by_segment[segment]:
         values = masters[group.start : group.stop]
@@ -36,35 +41,44 @@ def write_parameters_on_device(store: Store, segment: int, masters: torch.Tensor
         store.pager.drain()
 
 
+def _is_for_host(store: Store, segment: int, masters: torch.Tensor) -> bool:
+    """Tell whether only the host can encode masters: compact ones that are no bf16 values."""
+    request = store.plan.request
+    spec = request.segments[segment]
+    if request.format_of(spec) is not StateFormat.COMPACT or spec.element is not ElementType.BF16:
+        return False
+    is_other = masters.isnan()
+    is_other |= (masters.view(torch.int32) & _LOW_HALF) != 0
+    return bool(is_other.any())
+
+
 def _encode(
     store: Store, segment: int, values: torch.Tensor
 ) -> tuple[torch.Tensor, dict[StateField, torch.Tensor]]:
     """Return the parameters in their type, and the fields of the state that follow."""
     kernels = store.device_kernels
     spec = store.plan.request.segments[segment]
-    state_format = store.plan.request.format_of(spec)
-    match spec.element:
+    element, state_format = spec.element, store.plan.request.format_of(spec)
+    match element:
         case ElementType.FP32:
             return values, {}
         case ElementType.FP16:
             rounded = torch.empty_like(values, dtype=torch.float16)
             kernels.round_to_fp16(values, rounded)
             return rounded, {StateField.MASTER: values}
-        case ElementType.BF16 if state_format is StateFormat.COMPACT:
-            short, rest = split_short(quieted(values.cpu().numpy()))
-            on_device = [torch.from_numpy(each).to(values.device) for each in (short, rest)]
-            return on_device[0].view(torch.bfloat16), {StateField.RESIDUAL: on_device[1]}
         case ElementType.BF16:
             bits = torch.empty_like(values, dtype=torch.bfloat16)
             residual = torch.empty_like(values, dtype=torch.int16)
             kernels.split_master(values, bits, residual)
+            if state_format is StateFormat.COMPACT:
+                return bits, {StateField.RESIDUAL: residual.to(torch.int8)}  # all are zero
             if state_format in (StateFormat.EXACT, StateFormat.BF16):
                 return bits, {StateField.RESIDUAL: residual}
-            master = torch.empty_like(values)
-            kernels.join_master(bits, residual, master)
-            return bits, {StateField.MASTER: master}
+            quieted = torch.empty_like(values)
+            kernels.join_master(bits, residual, quieted)
+            return bits, {StateField.MASTER: quieted}
         case _:
-            raise ValueError(f"parameters cannot be {spec.element.value}")
+            raise ValueError(f"parameters cannot be {element.value}")
 
 
 def _says_nothing(store: Store, group: SubGroup, kept: dict[StateField, torch.Tensor]) -> bool:

@@ -48,11 +48,31 @@ class Row:
 
 
 ROWS = {
-    "host-exact": Row("cpu", device_memory=6 * GB),
-    "nvme-18gb-exact": Row("nvme", host_memory=18 * GB, device_memory=6 * GB, peer_case="nvme"),
-    "nvme-4gb-exact": Row("nvme", host_memory=4 * GB, device_memory=6 * GB, peer_case="nvme"),
+    "host-exact": Row("cpu", device_memory=8 * GB),
+    "host-compact": Row("cpu", device_memory=8 * GB, state_format="compact"),
+    "nvme-18gb-exact": Row("nvme", host_memory=18 * GB, device_memory=8 * GB, peer_case="nvme"),
+    "nvme-4gb-exact": Row(
+        "nvme", host_memory=4 * GB, device_memory=8 * GB, peer_case="nvme", warm_up=1
+    ),
+    "nvme-4gb-compact": Row(
+        "nvme",
+        host_memory=4 * GB,
+        device_memory=8 * GB,
+        state_format="compact",
+        peer_case="nvme",
+        warm_up=1,
+    ),
     "all-nvme-4gb-exact": Row(
-        "nvme", "nvme", host_memory=4 * GB, peer_case="nvme_param", checkpoints=True
+        "nvme", "nvme", host_memory=4 * GB, peer_case="nvme_param", checkpoints=True, warm_up=1
+    ),
+    "all-nvme-4gb-compact": Row(
+        "nvme",
+        "nvme",
+        host_memory=4 * GB,
+        state_format="compact",
+        peer_case="nvme_param",
+        checkpoints=True,
+        warm_up=1,
     ),
     "device-exact": Row("none", peer_case="none"),
 }

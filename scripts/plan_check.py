@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import subprocess
 import sys
@@ -109,13 +110,19 @@ CPU_SHAPES: dict[str, dict[str, Any]] = {
 }
 
 GPU_SHAPES: dict[str, dict[str, Any]] = {
-    "dense": {"config": llama(2048, 5632, 12, 16, vocab_size=32000)},
-    "wide vocabulary": {"config": llama(1024, 2816, 8, 16, vocab_size=128256)},
-    "deep and narrow": {"config": llama(768, 2048, 48, 12, vocab_size=32000)},
-    "experts": {"config": experts(1024, 2816, 8, 16, vocab_size=32000)},
-    "encoder": {"config": encoder(1024, 4096, 16, 16, vocab_size=30522), "sequence": 512},
+    "dense": {"config": llama(1024, 2816, 12, 16, vocab_size=32000)},
+    "wide vocabulary": {"config": llama(512, 1408, 8, 8, vocab_size=128256)},
+    "deep and narrow": {"config": llama(512, 1408, 48, 8, vocab_size=32000)},
+    "experts": {"config": experts(768, 2048, 6, 12, vocab_size=32000)},
+    "encoder": {"config": encoder(768, 3072, 12, 12, vocab_size=30522), "sequence": 512},
 }
-_GPU_DEFAULTS = {"samples": 8, "sequence": 1024, "dtype": "bf16", "host_bytes": 2_000_000_000}
+_GPU_DEFAULTS = {
+    "samples": 8,
+    "sequence": 1024,
+    "dtype": "bf16",
+    "host_bytes": 600_000_000,
+    "steps": 3,
+}
 
 
 def cases(device: str, directory: str, *, quick: bool = False) -> list[Case]:
@@ -282,6 +289,7 @@ def run(case: Case) -> Outcome:
     bandwidths = measured_rates(case)
     is_cpu = case.device == "cpu"
     if not is_cpu:
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts from here
@@ -357,6 +365,8 @@ def main() -> int:
     parser.add_argument("--case", metavar="JSON", help="one case, in this process")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", metavar="TEXT", help="cases whose name or placement has it")
+    parser.add_argument("--placement", choices=PLACEMENTS, action="append", help="only these")
+    parser.add_argument("--together", action="store_true", help="all cases in this process")
     parser.add_argument("--quick", action="store_true", help="do not measure rates")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -369,7 +379,9 @@ def main() -> int:
     for case in cases(options.device, options.directory, quick=options.quick):
         if options.only and options.only not in f"{case.name}, {case.placement}":
             continue
-        outcome = run_apart(case)
+        if options.placement and case.placement not in options.placement:
+            continue
+        outcome = run(case) if options.together else run_apart(case)
         found.append(dataclasses.asdict(outcome))
         print(row(outcome), flush=True)
     if options.json is not None:

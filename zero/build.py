@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 from aio_ops import Engine
-from estimators import SegmentSpec
+from estimators import MemoryPlan, SegmentSpec
 from offload import Ledger, Store, StoreParts, load_kernels
 from zero import machine
 from zero.comm import Communicator
@@ -49,7 +49,7 @@ def build_runtime(
         pins_slots=settings.parameter_offload.pin_memory or settings.optimizer_offload.pin_memory,
         kept=durable.open_file(io, plan) if durable is not None else None,
     )
-    store = Store(plan.memory, parts)
+    store = _make_store(plan.memory, parts, communicator)
     try:
         units = []
         segments: list[Segment] = []
@@ -82,6 +82,25 @@ def build_runtime(
         raise
     runtime.scheduler.install()
     return runtime
+
+
+def _make_store(plan: MemoryPlan, parts: StoreParts, communicator: Communicator) -> Store:
+    """Make the tiers, on all ranks or on none."""
+    store: Store | None = None
+    failure: Exception | None = None
+    try:
+        store = Store(plan, parts)
+    except Exception as error:  # noqa: BLE001  raised below, by all ranks at once
+        failure = error
+    try:
+        communicator.raise_together(failure, "making the tiers of the plan")
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+    if store is None:
+        raise RuntimeError("no tiers were made, and nothing says why")
+    return store
 
 
 def describe_model(segments: Sequence[SegmentSpec]) -> int:

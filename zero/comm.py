@@ -157,6 +157,22 @@ class Communicator:
                 f" {numbers}: all ranks must use the same parts of the model in the same order"
             )
 
+    def raise_together(self, error: Exception | None, what: str) -> None:
+        """Raise what failed on this rank, or a `RankError` if it failed on another one.
+
+        Raises:
+            RankError: naming the ranks.
+        """
+        rows = self.gather_rows(torch.tensor([error is not None])).reshape(-1)
+        if error is not None:
+            raise error
+        failed = torch.nonzero(rows).reshape(-1).tolist()
+        if failed:
+            raise RankError(
+                f"rank {self.rank}: {what} went well here, but failed on ranks {failed}, whose"
+                " errors say why"
+            )
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:

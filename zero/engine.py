@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offload import Ledger, update
+from zero.audit import begin_audit
 from zero.checkpoint.background import BackgroundSave
 from zero.checkpoint.engine_calls import CheckpointCalls
 from zero.durable import DurableRun
@@ -42,14 +43,6 @@ from zero.state_formats import rounding_of
 from zero.surface import FieldSurface, no_attribute
 
 LossScaler = StaticLossScaler | DynamicLossScaler
-
-
-def _give_back(runtime: Runtime) -> None:
-    """Close the store, and take off what at the parameters would keep them and the model alive."""
-    runtime.scheduler.remove()
-    if runtime.reducer is not None:
-        runtime.reducer.drop()
-    runtime.store.close()
 
 
 class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
@@ -127,7 +120,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             self.optimizer.attach(
                 ModuleHook(self.step), ModuleHook(self._restart_window), ModuleHook(self._holds)
             )
-        self._finalizer = weakref.finalize(self, _give_back, runtime)
+        self._finalizer = weakref.finalize(self, runtime.give_back)
 
     def adopt(self, durable: DurableRun) -> None:
         """Belong to a durable run: take up its state, and commit to it from now on."""
@@ -216,7 +209,9 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         if reducer is None:
             raise RuntimeError("an engine with an optimizer has no gradient reducer")
         reducer.shown.adopt()
+        finish_audit = begin_audit(self._runtime.segments)
         norm = reducer.global_norm() / self.loss_scaler.cur_scale
+        finish_audit()
         require_no_late_differences(self._runtime.segments)
         self._grad_norm = norm
         if math.isfinite(norm):
@@ -490,6 +485,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             self._runtime.reducer.drop()
         for segment in self._runtime.segments:
             segment.dropped_gradients.clear()
+            segment.audited = None
         self._micro_batches = 0
         self._forward_pending = self._window_saw_forward = False
 

@@ -53,3 +53,12 @@ def require_no_late_differences(segments: Sequence[Segment]) -> None:
             " their unit was unsharded, and the change is lost; change them inside"
             " `with zero.GatheredParameters(parameters, modifier_rank=0):`"
         )
+
+
+def differences(segment: Segment) -> torch.Tensor | None:
+    """Return, on the device, which masters are older than their parameters, if any may be."""
+    known = segment._checksums
+    if not (segment._has_masters and isinstance(known, torch.Tensor) and len(known)):
+        return None
+    new = segment.checksums()
+    return known != new if isinstance(new, torch.Tensor) else None

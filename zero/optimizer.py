@@ -10,12 +10,12 @@ from typing import Any, overload
 import torch
 
 from estimators import UpdateRule
-from offload import UpdateScalars
+from offload import GenericStep, UpdateScalars
+from zero.config.names import GENERIC_OPTIMIZERS as GENERIC_NAMES
 from zero.errors import ConfigError
+from zero.generic import GenericOptimizer
 from zero.settings import NamedFactory
 from zero.update_rules import FUSED, NAMES, FusedOptimizer, fused_by_name, fused_of
-
-_REFUSED_OPTIONS = ("amsgrad", "maximize", "differentiable")
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -25,7 +25,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self,
         groups: Iterable[Any],
         defaults: dict[str, Any],
-        fused: FusedOptimizer = FUSED[UpdateRule.ADAMW],
+        fused: FusedOptimizer | GenericOptimizer = FUSED[UpdateRule.ADAMW],
     ) -> None:
         super().__init__(groups, {**fused.defaults, **defaults})
         self.fused = fused
@@ -123,7 +123,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def scalars(
         self, step: int, grad_scale: float, groups: Sequence[UpdateGroup]
-    ) -> list[UpdateScalars]:
+    ) -> list[UpdateScalars | GenericStep]:
         """Return the scalars of the engine's step `step` (the first is 1), one per update group.
 
         Raises:
@@ -131,7 +131,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         return [
             self.fused.scalars(
-                group.index, self.param_groups[group.index], step - group.birth, grad_scale
+                group.index,
+                self.param_groups[group.index],
+                step - group.birth,
+                grad_scale,
+                group.birth,
             )
             for group in groups
         ]
@@ -165,6 +169,11 @@ def make_optimizer(
     if named is None:
         return None
     fused = fused_by_name(named.type_name)
+    if fused is None and named.type_name in GENERIC_NAMES:
+        groups = list(model_parameters) if model_parameters is not None else list(_trainable(model))
+        adopted = _adopt(_torch_optimizer(named, groups))
+        _check_membership(model, adopted)
+        return adopted
     if fused is None:
         raise ConfigError(
             f"optimizer.type {named.type_name!r} is not available in this version; use"
@@ -182,6 +191,16 @@ def make_optimizer(
         raise ConfigError("the model has no trainable parameter; train without an optimizer")
     made = ZeroOptimizer(groups, defaults, fused)
     _check_membership(model, made)
+    return made
+
+
+def _torch_optimizer(named: NamedFactory, groups: list[Any]) -> torch.optim.Optimizer:
+    try:
+        made: torch.optim.Optimizer = getattr(torch.optim, named.type_name)(
+            groups, **dict(named.parameters)
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.params of {named.type_name}: {error}") from error
     return made
 
 
@@ -231,32 +250,25 @@ def _adopt(optimizer: torch.optim.Optimizer) -> ZeroOptimizer:
     if isinstance(optimizer, ZeroOptimizer):
         raise ConfigError("this optimizer already belongs to an engine; pass a fresh one")
     fused = fused_of(optimizer)
-    if fused is None:
+    decoupled = any(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
+    if fused is not None and fused.rule is UpdateRule.ADAM and decoupled:
         raise ConfigError(
-            f"optimizer {type(optimizer).__name__} is not available in this version; pass AdamW,"
-            " Adam, Adagrad or SGD of torch.optim or a Lion, or name one in the configuration"
+            "some groups of this Adam decay weights apart from the gradient and some do not;"
+            " use one way in all, or torch.optim.AdamW"
         )
-    for group in optimizer.param_groups:
-        refused = [option for option in _REFUSED_OPTIONS if group.get(option)]
-        if refused:
-            raise ConfigError(f"optimizer option {refused[0]} is not available in this version")
-        if fused.rule is UpdateRule.ADAM and group.get("decoupled_weight_decay"):
-            raise ConfigError(
-                "some groups of this Adam decay weights apart from the gradient and some do not;"
-                " use one way in all, or torch.optim.AdamW"
-            )
     # Adagrad makes its state before its first step.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(
             "the optimizer already has state from earlier steps; pass it before its first step"
         )
+    optimizer.state.clear()
+    update = fused if fused is not None else GenericOptimizer(optimizer)
     adopted = ZeroOptimizer(
         [{**group} for group in optimizer.param_groups],
-        {key: optimizer.defaults[key] for key in fused.defaults if key in optimizer.defaults},
-        fused,
+        {key: optimizer.defaults[key] for key in update.defaults if key in optimizer.defaults},
+        update,
     )
     adopted.param_groups = optimizer.param_groups
-    optimizer.state.clear()
     optimizer.register_step_pre_hook(_refuse_step)
     return adopted
 

@@ -204,6 +204,7 @@ def make_blueprint(
         changes.replaced,
         choose_formats(model, settings),
     )
+    rule = optimizer.fused.rule if optimizer is not None else UpdateRule.ADAMW
     request = PlacementRequest(
         segments=tuple(spec for unit in units for spec, _ in unit.segments),
         world_size=world_size,
@@ -228,9 +229,13 @@ def make_blueprint(
         ),
         durable=settings.tiers.durable is not None,
         device_is_host=device.is_host,
-        update_on_device=not device.is_host and settings.tiers.update_device != "cpu",
+        update_on_device=(
+            not device.is_host
+            and settings.tiers.update_device != "cpu"
+            and isinstance(rule, UpdateRule)
+        ),
         replicates=settings.stage < 3,
-        rule=optimizer.fused.rule if optimizer is not None else UpdateRule.ADAMW,
+        rule=rule,
     )
     budget, source = _budget(request, settings, local_world_size, changes.recalled)
     memory = plan_placement(request, budget)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from aio_ops import Engine
 from offload import Field, Spool
 from zero import machine
 from zero.build import build_runtime
@@ -145,17 +146,11 @@ def rebuild(
         births = history.births_now(old, optimizer)
         numels = {id(resize.parameter): resize.shape.numel()} if resize is not None else {}
         communicator = old.communicator
-        blueprint = make_blueprint(
-            model,
-            settings,
-            optimizer,
-            io,
-            communicator.world_size,
-            communicator.local_world_size,
-            Changes(births, numels, old),
-        )
         communicator.join("planning the engine anew")
-        nursery = Nursery(communicator, _make_spool(old, settings, resize), None, made_group=False)
+        blueprint, spool = _plan(
+            model, old, settings, optimizer, io, Changes(births, numels, old), resize
+        )
+        nursery = Nursery(communicator, spool, None, made_group=False)
         sources, moved = _copy(model, nursery, history, resize)
         communicator.join("leaving the old plan")
     except BaseException:
@@ -176,6 +171,31 @@ def rebuild(
         raise
     _log.info("planned anew: %s", describe_segments(blueprint.plan.memory.request.segments))
     return Rebuilt(runtime, blueprint)
+
+
+def _plan(
+    model: nn.Module,
+    old: Runtime,
+    settings: Settings,
+    optimizer: ZeroOptimizer,
+    io: Engine,
+    changes: Changes,
+    resize: Resize | None,
+) -> tuple[Blueprint, Spool]:
+    """Plan, and make room for what waits meanwhile, on all ranks or on none."""
+    found: tuple[Blueprint, Spool] | None = None
+    failure: Exception | None = None
+    communicator = old.communicator
+    worlds = communicator.world_size, communicator.local_world_size
+    try:
+        blueprint = make_blueprint(model, settings, optimizer, io, *worlds, changes)
+        found = blueprint, _make_spool(old, settings, resize)
+    except Exception as error:  # noqa: BLE001  raised below, by all ranks at once
+        failure = error
+    communicator.raise_together(failure, "planning the engine anew")
+    if found is None:
+        raise RuntimeError("no plan was made, and nothing says why")
+    return found
 
 
 def _make_spool(old: Runtime, settings: Settings, resize: Resize | None) -> Spool:
@@ -211,6 +231,7 @@ def _copy(
     """Copy all parameters into a nursery, and return their sources there, and moments by id."""
     sources: list[NurserySource] = []
     moved: dict[int, Moments] = {}
+    failure: Exception | None = None
     for state in iterate_states(model):
         parameter = state.parameter
         values = state.fp32_param if state.fp32_param is not None else state.value
@@ -219,21 +240,29 @@ def _copy(
             waiting = history.dormant.get(id(parameter))
             if waiting is not None:
                 moments, steps = waiting.read(values.shape), waiting.steps
-            values = resize.of(values, is_value=True)
+            try:
+                values = resize.of(values, is_value=True)
+            except Exception as error:  # noqa: BLE001  raised by all ranks at once
+                failure = failure or error
+                values = torch.zeros(resize.shape, dtype=values.dtype)
             nursery.communicator.broadcast(values, 0)
             moments = tuple(  # type: ignore[assignment]
                 resize.of(each, is_value=False) if each is not None else None for each in moments
             )
         first, second = moments
-        if first is not None and second is not None:
-            moved[id(parameter)] = Moments(
-                SpooledShard(nursery, first.reshape(-1)),
-                SpooledShard(nursery, second.reshape(-1)),
-                steps,
+        try:
+            if first is not None and second is not None:
+                moved[id(parameter)] = Moments(
+                    SpooledShard(nursery, first.reshape(-1)),
+                    SpooledShard(nursery, second.reshape(-1)),
+                    steps,
+                )
+            sources.append(
+                NurserySource(nursery, state.name, parameter, values.reshape(-1), values.shape)
             )
-        sources.append(
-            NurserySource(nursery, state.name, parameter, values.reshape(-1), values.shape)
-        )
+        except Exception as error:  # noqa: BLE001  raised by all ranks at once
+            failure = failure or error
+    nursery.communicator.raise_together(failure, "copying the state for a new plan")
     return sources, moved
 
 

@@ -22,7 +22,6 @@ import enum
 from collections.abc import Collection, Sequence
 
 import torch
-import xxhash
 from torch import nn
 
 from estimators import ElementType, FlatLayout, Piece, SegmentSpec, shard_pieces
@@ -35,14 +34,13 @@ from offload import (
     Store,
     elements_at,
     has_field,
-    tensor_span,
     write_parameters,
     write_parameters_on_device,
     write_range,
 )
 from offload.arrays import torch_dtype
 from offload.ledger import Activity
-from zero.aliases import LateAliases
+from zero.aliases import LateAliases, checksums, checksums_of
 from zero.coming import ComingParameters, read_flat
 from zero.comm import Communicator
 from zero.late import Checksums, differing
@@ -94,6 +92,8 @@ class Segment:
         self._views: list[torch.Tensor] = []
         self._sealed: list[torch.Tensor] = []
         self._checksums: Checksums = []
+        self.audited: list[int] | None = None
+        """Positions whose checksum was found to be another one, by `audit`."""
         self._device_checksums: DeviceChecksums | None = None
         self.late_differences: torch.Tensor | None = None
         """On a device, which parameters checksums showed to be written; [Note: late comparison]."""
@@ -104,7 +104,7 @@ class Segment:
         """Whether the checksums are those of what rests in the shards now."""
         self._is_exposed = False
         self._use_count = 0
-        self._aliases = LateAliases()
+        self.aliases = LateAliases(spec, self.layout)
 
     @property
     def versions(self) -> list[int]:
@@ -169,7 +169,7 @@ class Segment:
         storage = self.flat.untyped_storage()
         aliased = _use_count(self.flat) > self._use_count
         if aliased and self._is_exposed:
-            self._aliases.add(storage, self.flat.dtype, self.checksums())
+            self.aliases.add(self.flat)
         self._is_exposed = False
         if aliased or not storage.resizable() or any(map(self._has_strayed, self.members)):
             self._renew()
@@ -186,7 +186,9 @@ class Segment:
         """
         versions = self._versions if since is None else since
         chosen = range(len(self.members)) if position is None else range(position, position + 1)
-        differs = differing(self, self._checksums if since is None else [], chosen)
+        differs = self.audited
+        if differs is None or since is not None:
+            differs = differing(self, self._checksums if since is None else [], chosen)
         return [
             self.members[each]
             for each in chosen
@@ -213,23 +215,9 @@ class Segment:
 
     def checksums(self, positions: Sequence[int] | None = None) -> Checksums:
         """Return a checksum of the values of each parameter, or of those at some positions."""
-        return self._sums_of(self.flat, positions)
-
-    def _sums_of(self, flat: torch.Tensor, positions: Sequence[int] | None = None) -> Checksums:
-        layout = self.layout
-        chosen = range(len(self.members)) if positions is None else positions
-        ranges = [(at, at + numel) for at, numel in zip(layout.offsets, layout.numels, strict=True)]
-        if not self._device.is_host:
-            if self._device_checksums is None:
-                self._device_checksums = DeviceChecksums(flat, ranges)
-            found = self._device_checksums.of(flat)
-            return found if len(chosen) == len(ranges) else found[list(chosen)]
-        memory = tensor_span(flat).view() if flat.numel() else memoryview(b"")
-        size = self.flat.element_size()
-        return [
-            xxhash.xxh3_64_intdigest(memory[start * size : stop * size])
-            for start, stop in (ranges[each] for each in chosen)
-        ]
+        if not self._device.is_host and self._device_checksums is None:
+            self._device_checksums = checksums_of(self.flat, self.layout)
+        return checksums(self.flat, self.layout, positions, self._device_checksums)
 
     def differing(self, checksums: Checksums) -> list[ManagedParameter]:
         """Return the parameters whose values have another checksum now."""
@@ -277,6 +265,7 @@ class Segment:
     def accept_changes(self, position: int | None = None) -> None:
         """Take the current values as unchanged, or those of one parameter."""
         self._sums_hold = False
+        self.audited = None
         if position is None:
             self._versions = self.versions
         elif self._versions:
@@ -296,7 +285,7 @@ class Segment:
             position: the only parameter to look at; all of them by default.
         """
         if not self.is_in_place:
-            self.require_no_late_writes()
+            self.aliases.require_unwritten()
             return
         if any(map(self._has_strayed, self.members)):
             position = None
@@ -306,21 +295,6 @@ class Segment:
             if self._has_masters:
                 write_members(self, store, changed)
             self.accept_changes(position)
-
-    def require_no_late_writes(self) -> None:
-        """Refuse to go on if memory that a user kept from an earlier window was written.
-
-        Raises:
-            RuntimeError: naming the parameters, because the change is lost.
-        """
-        written = self._aliases.written(self._sums_of)
-        if written:
-            names = ", ".join(self.members[position].name for position in written)
-            raise RuntimeError(
-                f"memory of parameters {names} was kept from a window of unit {self.spec.unit} that"
-                " has ended (by `.data`, detach() or a view) and written since, and the change is"
-                " lost; write to the parameters themselves, or take the alias anew"
-            )
 
     def forget_value(self, position: int) -> None:
         """Tell autograd that one parameter changed, and take the change as known."""
@@ -436,7 +410,7 @@ class Unit:
         try:
             with store.device.marking(f"unshard {self.name}"):
                 for segment in self.segments:
-                    segment.require_no_late_writes()
+                    segment.aliases.require_unwritten()
                     segment.fill(store, store.ledger)
         except BaseException:
             store.reclaim()

@@ -32,7 +32,9 @@ class FusedOptimizer:
     switches: frozenset[str] = frozenset()
     """Hyper-parameters that are true or false."""
 
-    def scalars(self, index: int, group: Group, step: int, grad_scale: float) -> UpdateScalars:
+    def scalars(
+        self, index: int, group: Group, step: int, grad_scale: float, _birth: int = 0
+    ) -> UpdateScalars:
         """Return the scalars of a group's step, from the values that the group has now.
 
         Raises:
@@ -115,6 +117,8 @@ _BY_NAME = {
     "sgd": UpdateRule.SGD,
 }
 
+_BEYOND_KERNELS = ("amsgrad", "maximize", "differentiable")
+
 NAMES = ("AdamW", "Adam", "Lion", "Adagrad", "SGD")
 """What users call them, for messages."""
 
@@ -131,6 +135,8 @@ def fused_of(optimizer: torch.optim.Optimizer) -> FusedOptimizer | None:
     Torch has no Lion: a class of that name with Lion's hyper-parameters is taken for it.
     """
     kind = type(optimizer)
+    if any(group.get(option) for group in optimizer.param_groups for option in _BEYOND_KERNELS):
+        return None
     if kind is torch.optim.AdamW:
         return FUSED[UpdateRule.ADAMW]
     if kind is torch.optim.Adam:

@@ -9,11 +9,11 @@ writes DIR/global_step3 and DIR/losses.json: the losses of all steps, averaged o
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import deepspeed
-import torch
 import torch.distributed as dist
 from model import make_peer_model, parameter_groups, peer_batch, peer_config
 
@@ -43,7 +43,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         (folder / "losses.json").write_text(json.dumps(losses))
     dist.barrier()
-    torch.distributed.destroy_process_group()
+    os._exit(0)  # its communication op aborts now and then while the interpreter ends
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def cell_config(cell: dict[str, Any], world_size: int, nvme_path: str) -> dict[s
     """
     config = _tier_config(cell, world_size, nvme_path)
     config["tiers"]["update_device"] = cell.get("update_device", "auto")
+    config["tiers"]["state_format"] = cell.get("state_format", "exact")
     config["tiers"]["device_memory"] = cell.get("device_memory", "auto")
     return config
 

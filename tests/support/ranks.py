@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import sys
+import time
 import warnings
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
@@ -256,6 +259,48 @@ def initial_weights(path: str, rank: int) -> str:
     return " ".join(value.rpartition(" ")[0] for value in digests(path, FEW).values())
 
 
+def replan_failing(path: str, rank: int) -> str:
+    """Rank 1 alone fails in each stage of planning anew; both raise, and train on if they can."""
+    said = []
+    places = {
+        "zero.replan.make_blueprint": True,
+        "zero.replan._make_spool": True,
+        "zero.nursery.Spool.put": True,
+        "zero.build.Store": False,
+    }
+    for place, goes_on in places.items():
+        model = make_model()
+        engine, _, _, _ = zero.initialize(model=model, config=config(path))
+        engine.backward(engine(*make_batch(rank)))
+        engine.step()
+        before = model.blocks[0].up.weight.detach().clone()
+        model.norm.weight.requires_grad_(requires_grad=False)
+        kind = "nothing"
+        begin = time.monotonic()
+        full = OSError(errno.ENOSPC, "no space left")
+        patch = mock.patch(place, side_effect=full) if rank == 1 else contextlib.nullcontext()
+        with patch:
+            try:
+                engine(*make_batch(rank))
+            except (OSError, RuntimeError) as error:
+                kind = type(error).__name__
+        in_time = time.monotonic() - begin < 30
+        if goes_on:
+            model.norm.weight.requires_grad_(requires_grad=True)
+            same = torch.equal(model.blocks[0].up.weight.detach().clone(), before)
+            engine.backward(engine(*make_batch(rank)))
+            engine.step()
+        else:
+            try:
+                engine(*make_batch(rank))
+                same = False
+            except RuntimeError as error:
+                same = "planning the engine anew failed" in str(error)
+        said.append(f"{kind} {in_time:d} {same:d}")
+        engine.destroy()
+    return ", ".join(said)
+
+
 def touching(path: str, rank: int) -> str:
     """Run all cases of touches on one launch; the last leaves the ranks apart."""
     said = [touches(path, rank), changes(path, rank), loading(path, rank)]
@@ -279,6 +324,7 @@ CASES: dict[str, Callable[[str, int], str]] = {
         different_seeds,
         unused_everywhere,
         set_gradients,
+        replan_failing,
         touching,
         odd_sizes,
     )

@@ -158,7 +158,7 @@ def test_memory_that_nobody_keeps_is_free(engine: zero.ZeroEngine) -> None:
         if NAME in [member.name for member in segment.members]
     )
     engine(*make_batch(0))
-    assert len(segment._aliases) == 3
+    assert len(segment.aliases) == 3
     del kept
     engine(*make_batch(0))
-    assert len(segment._aliases) == 0
+    assert len(segment.aliases) == 0

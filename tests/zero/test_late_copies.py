@@ -94,6 +94,40 @@ def test_bits_are_those_of_the_processor(
 
 
 @pytest.mark.nvme
+@pytest.mark.parametrize("state_format", ["bf16", "compact"])
+def test_lossy_formats_round_alike_on_device_and_processor(
+    state_format: str, made: list[SimulatedDevice], module_scratch: Path
+) -> None:
+    def train(device: str, update_device: str) -> dict[str, torch.Tensor]:
+        config = make_config(
+            parameters=device,
+            optimizer=device,
+            nvme_path=str(module_scratch),
+            dtype="bf16",
+            host_memory="400KB" if device == "nvme" else "1GB",
+            sub_group_size=4096,
+            state_format=state_format,
+        )
+        config["tiers"]["update_device"] = update_device
+        model = make_model(dtype=torch.bfloat16)
+        engine, _, _, _ = zero.initialize(model=model, config=config)
+        for step in range(3):
+            engine.backward(engine(*make_batch(step)))
+            engine.step()
+        found = {name: each.detach().clone() for name, each in model.named_parameters()}
+        engine.destroy()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero.planning, "open_device", zero.devices.open_device)
+        expected = train("none", "auto")
+    for device, update_device in (("cpu", "device"), ("nvme", "device"), ("cpu", "cpu")):
+        found = train(device, update_device)
+        assert all(torch.equal(found[name], each) for name, each in expected.items())
+    assert len(made) == 3
+
+
+@pytest.mark.nvme
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_spare_device_memory_is_used(
     device: str, made: list[SimulatedDevice], module_scratch: Path
@@ -178,6 +212,31 @@ def test_parameters_are_read_and_written_outside_their_windows(made: list[Simula
     engine.step()
     assert made[-1].copied_bytes["out"] > 0
     engine.destroy()
+
+
+def test_a_write_that_moves_no_counter_reaches_the_master(made: list[SimulatedDevice]) -> None:
+    def train(*, on_device: bool) -> dict[str, torch.Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            if not on_device:
+                patch.setattr(zero.planning, "open_device", zero.devices.open_device)
+            config = make_config(optimizer="cpu", host_memory="1GB", dtype="bf16")
+            config["tiers"]["state_format"] = "fp32"
+            model = make_model(dtype=torch.bfloat16)
+            engine, _, _, _ = zero.initialize(model=model, config=config)
+        for step in range(6):
+            if step == 4:
+                model.blocks[0].up.weight.data.mul_(2)
+            engine.backward(engine(*make_batch(step)))
+            if step == 5:
+                model.blocks[1].up.weight.data.zero_()
+            engine.step()
+        found = {name: each.detach().clone() for name, each in model.named_parameters()}
+        engine.destroy()
+        return found
+
+    expected, found = train(on_device=False), train(on_device=True)
+    assert len(made) == 1
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from aio_ops.tune.command import main as tune
 from estimators.estimate import estimate
 from tests.support.configs import make_config
 from zero.config.__main__ import main as check_config
@@ -139,3 +140,33 @@ def test_the_module_is_a_command() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["model"]["parameters"] == 124_439_808
+
+
+def test_a_model_of_a_function_is_planned_without_activations(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "tests.support.tiny:make_model", "--host", "8GB"]) == 0
+    printed = capsys.readouterr().out
+    assert "only sizes are known" in printed
+    assert "activations kept" not in printed
+
+
+@pytest.mark.full
+@pytest.mark.nvme
+def test_rates_that_the_tuner_writes(
+    scratch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tune.json"
+    assert tune([str(scratch), "--json", str(file), "--seconds", "2", "--io_size", "64M"]) == 0
+    capsys.readouterr()
+    (directory,) = json.loads(file.read_text(encoding="utf-8"))["directories"]
+    code, found = run_json(
+        capsys, "plan", "gpt2", *OFFLOADED, "--host", "700MB", "--measured", str(file)
+    )
+    assert code == 0
+    read = found["node"]["nvme_read_bytes_per_step"]
+    written = found["node"]["nvme_written_bytes_per_step"]
+    assert read > 0
+    rates = {name: each["rate"]["high"] for name, each in directory["workloads"].items()}
+    turns = read / rates["read"] + written / rates["write"]
+    assert 0 < found["step"]["parts_s"]["drive"] <= turns * (1 + 1e-9)

@@ -38,3 +38,9 @@ def test_a_gradient_set_before_the_first_backward_is_there_on_all_ranks(scratch:
     first, second = run_rank_case("set_gradients", scratch)
     assert first == second
     assert first.startswith("[1, 1, 1, 1, 1, 1]")
+
+
+def test_a_replan_that_fails_on_one_rank_fails_on_all_and_changes_nothing(scratch: Path) -> None:
+    first, second = run_rank_case("replan_failing", scratch)
+    assert first == ", ".join(["RankError 1 1"] * 4)
+    assert second == ", ".join(["OSError 1 1"] * 4)

@@ -58,16 +58,6 @@ def test_a_removed_parameter_is_refused() -> None:
     engine.destroy()
 
 
-def test_gradients_from_outside_are_refused() -> None:
-    model = make_model()
-    engine = engine_of(model)
-    backward(engine)
-    model.norm.weight.grad = torch.ones(16)
-    with pytest.raises(RuntimeError, match=r"norm\.weight has a \.grad that did not come from"):
-        engine.step()
-    engine.destroy()
-
-
 def test_zero_grad_of_engine_and_optimizer_drop_the_window() -> None:
     norms = []
     for how in ("never", "engine", "optimizer"):
@@ -163,7 +153,8 @@ def test_gradients_nobody_asked_for_are_dropped() -> None:
     model = make_model()
     engine = engine_of(model, model_parameters=list(model.blocks.parameters()))
     backward(engine)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == name.startswith("blocks."), name
     engine.step()
     engine.destroy()
 

@@ -16,6 +16,8 @@ from offload import Field
 from offload.groups import read_group
 from zero.buffers import check_buffers
 from zero.checkpoint.background import BackgroundSave
+from zero.checkpoint.deepspeed import PeerLoading
+from zero.checkpoint.deepspeed_files import find_peer
 from zero.checkpoint.directory import LATEST, check_tag, find, read_latest
 from zero.checkpoint.layout import STATE_FIELDS
 from zero.checkpoint.load import CheckpointFiles, PieceIndex, ShardLoader, verify_blocks
@@ -124,6 +126,9 @@ def load_checkpoint(engine: ZeroEngine, request: LoadRequest) -> tuple[Path, Any
     _come_to_rest(engine)
     communicator.join(f"loading checkpoint {request.tag or LATEST} of {request.folder}")
     problem: Exception | None = None
+    peer = find_peer(request.folder, request.tag)
+    if peer is not None:
+        return _load_peer(engine, request, peer)
     loading: _Loading | None = None
     try:
         loading = _Loading.open(engine, request)
@@ -134,6 +139,29 @@ def load_checkpoint(engine: ZeroEngine, request: LoadRequest) -> tuple[Path, Any
         return None
     with loading.files:
         return loading.path, loading.run()
+
+
+def _load_peer(engine: ZeroEngine, request: LoadRequest, path: Path) -> tuple[Path, Any]:
+    """Load a checkpoint that DeepSpeed wrote."""
+    problem: Exception | None = None
+    loading: PeerLoading | None = None
+    states = request.states and not request.module_only
+    try:
+        loading = PeerLoading(engine, path, strict=request.strict, states=states)
+    except (CheckpointError, RunStateError, OSError) as error:
+        problem = error
+    agree(engine._runtime.communicator, problem, "open the checkpoint")
+    if loading is None:
+        raise RuntimeError("no rank failed, and there is nothing to load")
+    client, notes = loading.run()
+    engine._runtime.store.heap.trim()
+    engine.resume_report = tuple(notes)
+    if notes and engine.global_rank == 0:
+        text = "\n".join(f"- {note}" for note in notes)
+        warnings.warn(
+            f"{path} was loaded into a run that differs:\n{text}", ResumeWarning, stacklevel=5
+        )
+    return path, client
 
 
 class _Loading:

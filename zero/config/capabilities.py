@@ -65,7 +65,7 @@ REFUSALS = (
     Refusal(
         {"optimizer": tuple(name for name in OPTIMIZERS if name not in SUPPORTED_OPTIMIZERS)},
         "optimizer.type",
-        "this version has kernels for AdamW, Adam, Adagrad, Lion and SGD",
+        "it is not element-wise, or not known to be: a rank updates slices of parameters",
         'write "AdamW"',
     ),
     Refusal(
