@@ -243,6 +243,7 @@ class ZeroEngine(FieldSurface, nn.Module):
         self._runtime.drop_gradients()
         self._finalizer()
         self._runtime.store.heap.trim()
+        self._runtime.communicator.close()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -103,6 +103,7 @@ class GradientReducer:
             if not self._store.has_gradient(segment.index):
                 for member in segment.members:
                     self._squares[member.order] = 0.0
+        self._communicator.join("a step")
         rows = self._communicator.gather_rows(self._squares)
         bad = torch.nonzero(~torch.isfinite(rows).all(0)).reshape(-1).tolist()
         self._not_finite = [self._names[order] for order in bad]
