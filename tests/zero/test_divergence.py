@@ -56,7 +56,7 @@ def test_ranks_that_differ(scratch: Path) -> None:
     first, second = run_cases(scratch, 1.0, *cases, world_size=2)
     said = [[first[number][1], second[number][1]] for number in range(len(cases))]
     assert all(outcome.startswith("completed") for outcome in said[0])
-    assert "rank 1 computes, at divergence.py:" in said[0][0]  # a warning, after some time
+    assert "rank 1 computes, at " in said[0][0]  # a warning, after some time
     check_branches(said[1])
     check_early_step(said[2])
     check_ends_early(said[3])
