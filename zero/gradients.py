@@ -123,6 +123,7 @@ class GradientReducer:
                 for position in range(len(segment.members)):
                     self._note_block_sums(segment, position, None, 0)
         self._fetch_squares()
+        self._communicator.join("a step")
         rows = self._communicator.gather_rows(self._squares)
         bad = torch.nonzero(~torch.isfinite(rows).all(0)).reshape(-1).tolist()
         self._not_finite = [self._names[order] for order in bad]
