@@ -178,6 +178,7 @@ def make_blueprint(
         settings.gradient_element,
         changes.numels,
         changes.replaced,
+        world_size,
     )
     request = PlacementRequest(
         segments=tuple(spec for unit in units for spec, _ in unit.segments),
