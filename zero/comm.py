@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -129,6 +130,23 @@ class Communicator:
     def close(self) -> None:
         """Come to no further meeting of the ranks."""
         self.rendezvous.close()
+
+    def union(self, place: int, wanted: Sequence[bool], what: str) -> list[bool]:
+        """Return what any rank wants; all ranks must be at the same place.
+
+        Raises:
+            RuntimeError: if another rank is elsewhere.
+        """
+        if self.world_size == 1:
+            return list(wanted)
+        rows = self.gather_rows(torch.tensor([place, *wanted]))
+        places = rows[:, 0].tolist()
+        if any(other != place for other in places):
+            raise RuntimeError(
+                f"rank {self.rank} is at {what} (number {place}), but the ranks are at numbers"
+                f" {places}: all ranks must use the same parts of the model in the same order"
+            )
+        return [bool(any_rank) for any_rank in rows[:, 1:].any(0).tolist()]
 
     def raise_together(self, error: Exception | None, what: str) -> None:
         """Raise what failed on this rank, or a `RankError` if it failed on another one.

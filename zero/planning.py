@@ -203,6 +203,7 @@ def make_blueprint(
         changes.numels,
         changes.replaced,
         choose_formats(model, settings),
+        world_size,
     )
     rule = optimizer.fused.rule if optimizer is not None else UpdateRule.ADAMW
     request = PlacementRequest(
