@@ -8,10 +8,19 @@ from contextlib import contextmanager
 import torch
 
 from aio_ops import Engine, HostArena
-from estimators import Section, SubGroup
+from estimators import CODE_BLOCK_NUMEL, Section, SubGroup
 from offload.arrays import clear_bytes
 from offload.host_view import HostView
-from offload.ranges import Field, _lend, _sections, _stored, copy_field, put_field, sections_set_by
+from offload.ranges import (
+    Field,
+    _lend,
+    _sections,
+    _stored,
+    copy_field,
+    has_codes,
+    put_field,
+    sections_set_by,
+)
 from offload.slots import Slot
 from offload.store import Store
 from offload.transfers import JointTicket
@@ -31,16 +40,43 @@ class GroupReader:
 
 
 class GroupWriter:
-    """The fields of one sub-group, as long as it is lent; each element is set."""
+    """The fields of one sub-group, as long as it is lent; each element is set, in order.
+
+    Moments that rest in codes are encoded by whole blocks: what a block lacks so far waits.
+    """
 
     def __init__(self, store: Store, group: SubGroup, view: HostView) -> None:
         self._store = store
         self._group = group
         self._view = view
+        self._waiting: dict[Field, tuple[int, torch.Tensor]] = {}
+        self._has_codes = has_codes(store, group)
 
     def put(self, field: Field, first: int, values: torch.Tensor) -> None:
         """Set elements from `first` of the sub-group on, and what follows from them."""
-        put_field(self._store, self._group, self._view, field, (first, values))
+        if field in (Field.EXP_AVG, Field.EXP_AVG_SQ) and self._has_codes:
+            first, values = self._whole_blocks(field, first, values)
+        if values.numel():
+            put_field(self._store, self._group, self._view, field, (first, values))
+
+    def finish(self) -> None:
+        """Set what waits."""
+        for field, (first, values) in self._waiting.items():
+            if values.numel():
+                put_field(self._store, self._group, self._view, field, (first, values))
+        self._waiting.clear()
+
+    def _whole_blocks(
+        self, field: Field, first: int, values: torch.Tensor
+    ) -> tuple[int, torch.Tensor]:
+        """Return whole blocks, zeros where nothing was set between; keep the rest."""
+        block = first // CODE_BLOCK_NUMEL * CODE_BLOCK_NUMEL
+        start, earlier = self._waiting.get(field, (block, torch.zeros(0)))
+        gap = torch.zeros(first - start - earlier.numel())
+        joined = torch.cat([earlier, gap, values])
+        whole = joined.numel() // CODE_BLOCK_NUMEL * CODE_BLOCK_NUMEL
+        self._waiting[field] = (start + whole, joined[whole:].clone())
+        return start, joined[:whole]
 
 
 @contextmanager
@@ -96,7 +132,9 @@ def write_group(
         if not keeps:
             for section in changed - paged:
                 clear_bytes(view.span(section, reads=False))
-        yield GroupWriter(store, group, view)
+        writer = GroupWriter(store, group, view)
+        yield writer
+        writer.finish()
         for section in changed - paged:
             view.put_back(section)
     except BaseException:

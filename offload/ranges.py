@@ -16,7 +16,7 @@ from typing import Any, assert_never
 import numpy as np
 import torch
 
-from estimators import ElementType, Section, SegmentSpec, StateField, SubGroup
+from estimators import CODE_BLOCK_NUMEL, ElementType, Section, SegmentSpec, StateField, SubGroup
 from offload.arrays import array_at, clear_bytes, tensor_at, torch_dtype
 from offload.host_view import HostView
 from offload.operands import StateArrays
@@ -241,15 +241,36 @@ def copy_field(
             target.copy_(tensor_at(span, spec.gradient, group.numel)[chosen])
     else:
         state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
+        array: Array | None
         if field is Field.MASTER:
-            parameter = view.span(Section.PARAMETER)
-            array = master_values(
-                store.kernels, array_at(parameter, spec.element, group.numel), state
-            )
+            parameter = array_at(view.span(Section.PARAMETER), spec.element, group.numel)
+            array = master_values(store.kernels, parameter[chosen], _masters_of(state, chosen))
         else:
-            array = moment_values(state, _MOMENTS[field])
+            array = _moment_part(state, _MOMENTS[field], chosen)
         if array is not None:
-            target.numpy()[:] = array[chosen]
+            target.numpy()[:] = array
+
+
+def has_codes(store: Store, group: SubGroup) -> bool:
+    """Tell whether the moments of a sub-group rest in codes, a block of them under one base."""
+    spec = store.plan.request.segments[group.segment]
+    fields = {field.field for field in store.plan.request.record_of(spec, group.numel).fields}
+    return bool(fields & {StateField.EXP_AVG_BASE, StateField.EXP_AVG_SQ_BASE})
+
+
+def _masters_of(state: StateArrays, chosen: slice) -> StateArrays:
+    """Return what some elements keep of their masters."""
+    return StateArrays(
+        master=state.master[chosen] if state.master is not None else None,
+        residual=state.residual[chosen] if state.residual is not None else None,
+    )
+
+
+def _moment_part(state: StateArrays, field: StateField, chosen: slice) -> Array | None:
+    """Return some elements of a moment in fp32; codes are read in whole blocks."""
+    low = chosen.start // CODE_BLOCK_NUMEL * CODE_BLOCK_NUMEL
+    values: Array | None = moment_values(state.part(slice(low, chosen.stop)), field)
+    return None if values is None else values[chosen.start - low :]
 
 
 def _write_group(
@@ -332,6 +353,9 @@ def _put_state(state: StateArrays, first: int, fields: Mapping[StateField, Array
         if target is None:
             continue
         if key in _MOMENTS.values():
-            put_moment(state, key, first, values)
+            low = first // CODE_BLOCK_NUMEL * CODE_BLOCK_NUMEL
+            high = -(-(first + values.size) // CODE_BLOCK_NUMEL) * CODE_BLOCK_NUMEL
+            part = state.part(slice(low, min(high, len(target))))
+            put_moment(part, key, first - low, values)
         else:
             target[first : first + values.size] = values

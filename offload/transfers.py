@@ -63,11 +63,6 @@ class SlotTransfers:
         self._copies = copies
         self._checksums: dict[tuple[int, Section], int] = {}
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether extents have two copies, which only this can tell apart."""
-        return self._copies is not None
-
     def start_read(self, slot: Slot, extent: Extent, sections: frozenset[Section]) -> None:
         """Start filling a free slot.
 

@@ -1,10 +1,14 @@
 """Gradients on their way from autograd to the shards.
 
 [Note: gradient path] A post-accumulate hook moves each gradient from `parameter.grad` into the flat
-scratch of its segment. When all have arrived, or the backward ends, the scratch is reduce-scattered
-over the ranks, averaged, added to what the window has accumulated, and the squared norms of the sum
-are taken over this rank's pieces. So a norm never depends on tiers, slots or sub-groups. Where
-nothing moves, the tensors that autograd made are kept instead, see `zero/kept.py`.
+scratch of its segment. When the unit's backward or the whole one ends, the scratch is reduce-
+scattered over the ranks, averaged, added to what the window has accumulated, and the squared norms
+of the sum are taken over this rank's pieces. So a norm never depends on tiers, slots or sub-groups.
+Where nothing moves, the tensors that autograd made are kept instead, see `zero/kept.py`.
+
+[Note: missing gradients] Ranks may use different parts of a unit: experts, branches, layers that a
+batch skips. So several ranks reduce at the ends alone, where they first tell each other which
+segments got anything; a rank that has nothing for one gives zeros.
 """
 
 from __future__ import annotations
@@ -83,15 +87,22 @@ class GradientReducer:
     def flush(self, segments: Sequence[Segment] | None = None) -> None:
         """Reduce what has arrived and is not reduced yet, in segment order.
 
-        Every rank must have used the same parameters, as the reduction is a collective.
+        What has arrived on any rank is reduced on all, see [Note: missing gradients].
 
         Args:
             segments: the segments to look at; all of them by default.
         """
-        for segment in self._segments if segments is None else segments:
-            if segment.index in self._scratch:
+        looked_at = {segment.index for segment in segments or self._segments}
+        place = -1 if segments is None else min(looked_at, default=-1)
+        wanted = [
+            each.index in looked_at and each.index in self._scratch for each in self._segments
+        ]
+        union = self._communicator.union(place, wanted, "the end of a backward")
+        for segment, is_wanted in zip(self._segments, union, strict=True):
+            if is_wanted:
+                self._scratch_of(segment)
                 self._reduce(segment)
-            else:
+            elif segment.index in looked_at:
                 self.kept.merge(segment)
         if segments is None:
             self._let_leave(0)
@@ -123,6 +134,7 @@ class GradientReducer:
                 for position in range(len(segment.members)):
                     self._note_block_sums(segment, position, None, 0)
         self._fetch_squares()
+        self._communicator.join("a step")
         rows = self._communicator.gather_rows(self._squares)
         bad = torch.nonzero(~torch.isfinite(rows).all(0)).reshape(-1).tolist()
         self._not_finite = [self._names[order] for order in bad]
@@ -158,6 +170,20 @@ class GradientReducer:
         gradient = take_gradient(parameter)
         if gradient is None:
             return
+        scratch = self._scratch_of(segment)
+        arrived = self._arrived[segment.index]
+        offset, numel = segment.layout.offsets[position], segment.layout.numels[position]
+        target = scratch[offset : offset + numel].view(gradient.shape)
+        if position in arrived:  # a nested backward delivers a reused parameter once each
+            target.add_(gradient.detach())
+        else:
+            target.copy_(gradient.detach())
+            arrived.add(position)
+        if len(arrived) == len(segment.members) and self._communicator.world_size == 1:
+            self._reduce(segment)
+
+    def _scratch_of(self, segment: Segment) -> torch.Tensor:
+        """Return where the gradients of the running backward are collected, zero at first."""
         scratch = self._scratch.get(segment.index)
         if scratch is None:
             self._let_leave(1)
@@ -168,16 +194,7 @@ class GradientReducer:
             held = sum(each.nbytes for each in self._scratch.values())
             held += sum(each.nbytes for each, _ in self._leaving)
             self._ledger.observe(GRADIENT_SCRATCH, held)
-        arrived = self._arrived[segment.index]
-        offset, numel = segment.layout.offsets[position], segment.layout.numels[position]
-        target = scratch[offset : offset + numel].view(gradient.shape)
-        if position in arrived:  # a nested backward delivers a reused parameter once each
-            target.add_(gradient.detach())
-        else:
-            target.copy_(gradient.detach())
-            arrived.add(position)
-        if len(arrived) == len(segment.members):
-            self._reduce(segment)
+        return scratch
 
     def _reduce(self, segment: Segment) -> None:
         scratch = self._scratch.pop(segment.index)
@@ -185,7 +202,6 @@ class GradientReducer:
         if not scratch.numel():
             return
         with self._ledger.timing(Activity.COLLECTIVE):
-            self._communicator.agree(segment.index, f"the gradients of unit {segment.spec.unit}")
             shard = self._communicator.reduce_scatter_in_place(scratch)
             if self._communicator.world_size > 1:
                 shard.div_(self._communicator.world_size)

@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from estimators import DriveRates, ElementType, StateFormat, Tier
+from estimators import DriveRates, ElementType, StateFormat, Tier, UpdateRule
 from estimators.activations import AttentionKind, Batch
 from estimators.command import is_function
 from estimators.fit import budget_of
@@ -21,6 +21,7 @@ from zero.config.loading import ConfigWarning
 from zero.model_functions import build_on_meta, shape_of
 from zero.settings import NvmeSettings, Settings
 from zero.swap_paths import nvme_budget
+from zero.update_rules import fused_by_name
 
 ELEMENTS = {"bf16": ElementType.BF16, "fp16": ElementType.FP16, "fp32": ElementType.FP32}
 TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
@@ -132,9 +133,6 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
     capacity = nvme_budget(tiers.nvme, 1, 4096) if tiers.nvme else None
     node = replace(
         node,
-        device_bytes=node.device_bytes
-        if tiers.device_memory_bytes is None
-        else tiers.device_memory_bytes // node.gpus,
         host_bytes=tiers.host_memory_bytes,
         nvme_bytes=node.nvme_bytes if node.nvme_bytes is not None else capacity,
         bandwidths=_with_given(node.bandwidths, tiers.nvme, options),
@@ -153,7 +151,24 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         sub_group_numel=settings.sub_group_numel,
         slot_count=tiers.slot_count,
         max_host_parameter_numel=settings.parameter_offload.max_host_numel,
+        device_budget_bytes=None
+        if tiers.device_memory_bytes is None
+        else tiers.device_memory_bytes // node.gpus,
+        updates_on_device=tiers.update_device != "cpu",
+        stage=settings.stage,
+        rule=_rule(settings),
+        format_overrides=tuple(
+            (each.pattern, each.state_format) for each in tiers.format_overrides
+        ),
+        is_durable=tiers.durable is not None,
+        commit_steps=tiers.durable.every_steps if tiers.durable is not None else 1,
     )
+
+
+def _rule(settings: Settings) -> UpdateRule:
+    """Return what the optimizer keeps of a parameter; one that is passed as an object is AdamW."""
+    found = fused_by_name(settings.optimizer.type_name) if settings.optimizer is not None else None
+    return found.rule if found is not None else UpdateRule.ADAMW
 
 
 def _with_given(

@@ -193,7 +193,7 @@ def make_blueprint(
     """Decide units and placement, and check that the disk can hold the plan."""
     changes = changes or Changes()
     device = open_device(settings.tiers.device)
-    _check_ranks(device, world_size)
+    _check_device(device, settings, world_size)
     groups = update_groups(optimizer, changes.births)
     units = form_units(
         model,
@@ -203,6 +203,7 @@ def make_blueprint(
         changes.numels,
         changes.replaced,
         choose_formats(model, settings),
+        world_size,
     )
     rates = (
         changes.recalled.rates
@@ -271,7 +272,12 @@ def _make_request(
     )
 
 
-def _check_ranks(device: Device, world_size: int) -> None:
+def _check_device(device: Device, settings: Settings, world_size: int) -> None:
+    if device.is_host and settings.tiers.update_device == "device":
+        raise ConfigError(
+            'tiers.update_device is "device", but the model computes on the processor; write "auto"'
+            ' or "cpu"'
+        )
     if world_size > 1 and not device.is_host:
         raise ConfigError(
             f"{world_size} ranks cannot train on {device.torch_device.type} in this version; start"

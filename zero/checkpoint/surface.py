@@ -108,11 +108,10 @@ def wait_for_checkpoint(engine: ZeroEngine) -> Path | None:
 def _changing(runtime: Runtime, group: SubGroup, *, blocking: bool) -> frozenset[Field]:
     """Return the fields to copy at once: all, or those that may change without a word.
 
-    What rests on a GPU, or in two copies of a durable run, is read by its owner alone.
+    What rests on a GPU is read by its owner alone.
     """
     store, segment = runtime.store, runtime.segments[group.segment]
-    has_copies = store.transfers is not None and store.transfers.has_copies
-    if blocking or has_copies or not store.device.is_host:
+    if blocking or not store.device.is_host:
         return frozenset(Field)
     if segment.is_in_place:
         return frozenset({Field.GRADIENT, Field.PARAMETER, Field.MASTER})

@@ -66,6 +66,13 @@ CASES: dict[str, dict[str, Any]] = {
     "mixed": {"parameters": "cpu", "optimizer": "nvme", "sub_group_size": 2048, "dtype": "bf16"},
     "bf16": {"parameters": "nvme", "optimizer": "nvme", "sub_group_size": 1024, "dtype": "bf16"},
     "fp32-state": {"dtype": "bf16", "state_format": "fp32", "optimizer": "nvme"},
+    "bf16-state": {"dtype": "bf16", "state_format": "bf16", "optimizer": "nvme"},
+    "compact": {
+        "dtype": "bf16",
+        "state_format": "compact",
+        "optimizer": "nvme",
+        "sub_group_size": 1024,
+    },
     "fp16": {"dtype": "fp16", "parameters": "nvme", "optimizer": "nvme"},
 }
 
