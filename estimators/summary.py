@@ -77,8 +77,25 @@ class StepTraffic:
         return sum(self.written_bytes.values())
 
 
+class DurableBytes:
+    """What a durable run takes beside what others take."""
+
+    sub_groups: tuple[SubGroup, ...]
+    resident_copies: tuple[ResidentCopy, ...]
+
+    @property
+    def twin_bytes(self) -> int:
+        """Swap-file bytes of the second copies of what rests on NVMe."""
+        return sum(group.extent.twin_bytes for group in self.sub_groups if group.extent is not None)
+
+    @property
+    def commit_bytes(self) -> int:
+        """Bytes that a commit writes from memory, if all of it has changed."""
+        return sum(copy.size_bytes for copy in self.resident_copies)
+
+
 @dataclass(frozen=True)
-class MemoryPlan:
+class MemoryPlan(DurableBytes):
     """What rests where for one rank; the runtime allocates exactly this."""
 
     request: PlacementRequest
@@ -273,16 +290,6 @@ class MemoryPlan:
         return sorted(
             (row for row in rows if row.size_bytes), key=lambda row: order.index(row.tier)
         )
-
-    @property
-    def twin_bytes(self) -> int:
-        """Swap-file bytes of the second copies of what rests on NVMe."""
-        return sum(group.extent.twin_bytes for group in self.sub_groups if group.extent is not None)
-
-    @property
-    def commit_bytes(self) -> int:
-        """Bytes that a commit of a durable run writes from memory, if all of it has changed."""
-        return sum(copy.size_bytes for copy in self.resident_copies)
 
     def nvme_section_bytes(self, section: Section) -> int:
         """Return the swap-file bytes of a class."""
