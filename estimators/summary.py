@@ -147,12 +147,8 @@ class MemoryPlan(DurableBytes):
         Where parameters are kept in full, those of the other ranks lie around this rank's.
         """
         own_bytes = sum(size for _, size in self.resident_parts(tier, section, segment))
-        copies = self.request.world_size if self.is_full(section) else 1
+        copies = self.request.world_size if is_full(self.request, section) else 1
         return resident_bytes(own_bytes * copies)
-
-    def is_full(self, section: Section) -> bool:
-        """Tell whether each rank has all of a section, not just its shard."""
-        return section is Section.PARAMETER and self.request.replicates
 
     def is_in_place(self, segment: int) -> bool:
         """Tell whether the flat buffer of a segment rests as it is: nothing is ever freed."""
@@ -302,6 +298,11 @@ class MemoryPlan(DurableBytes):
             for group in self.sub_groups
             if group.extent is not None
         )
+
+
+def is_full(request: PlacementRequest, section: Section) -> bool:
+    """Tell whether each rank has all of a section, not just its shard."""
+    return section is Section.PARAMETER and request.replicates
 
 
 def resident_copies(plan: MemoryPlan) -> tuple[ResidentCopy, ...]:

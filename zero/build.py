@@ -36,14 +36,7 @@ def build_runtime(
     parts = _store_parts(blueprint, io, kernels, communicator, ledger, kept)
     store = _make_store(blueprint.plan.memory, parts, communicator)
     try:
-        units = []
-        segments: list[Segment] = []
-        for index, unit in enumerate(blueprint.units):
-            own = []
-            for spec, members in unit.segments:
-                own.append(Segment(len(segments), spec, members, communicator))
-                segments.append(own[-1])
-            units.append(Unit(index, unit.name, unit.module, own))
+        units, segments = _make_units(blueprint, communicator)
         reducer = (
             GradientReducer(segments, store, kernels, communicator)
             if blueprint.optimizer is not None
@@ -67,6 +60,20 @@ def build_runtime(
         raise
     runtime.scheduler.install()
     return runtime
+
+
+def _make_units(
+    blueprint: Blueprint, communicator: Communicator
+) -> tuple[list[Unit], list[Segment]]:
+    units = []
+    segments: list[Segment] = []
+    for index, unit in enumerate(blueprint.units):
+        own = []
+        for spec, members in unit.segments:
+            own.append(Segment(len(segments), spec, members, communicator))
+            segments.append(own[-1])
+        units.append(Unit(index, unit.name, unit.module, own))
+    return units, segments
 
 
 def _make_store(plan: MemoryPlan, parts: StoreParts, communicator: Communicator) -> Store:

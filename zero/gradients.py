@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from estimators.summary import GRADIENT_SCRATCH
-from offload import Kernels, Ledger, Store, add_block_sums, array_at, tensor_span
+from offload import Kernels, Ledger, Store
 from offload.arrays import torch_dtype
 from offload.device import PASSED, Fence
 from offload.ledger import Activity
@@ -29,6 +29,7 @@ from zero.hooks import ModuleHook
 from zero.kept import KeptGradients
 from zero.parameter import take_gradient
 from zero.shown import ShownGradients
+from zero.squares import SquaredNorms
 from zero.unit import Segment
 
 
@@ -44,19 +45,13 @@ class GradientReducer:
     ) -> None:
         self._store = store
         self._ledger: Ledger = store.ledger
-        self._kernels = kernels
         self._communicator = communicator
         self._all_segments = tuple(segments)
         self._segments = [segment for segment in segments if segment.spec.trainable]
         self._on_arrival: Callable[[], None] | None = None
         self._scratch: dict[int, torch.Tensor] = {}
         self._arrived: dict[int, set[int]] = {}
-        parameter_count = 1 + max(
-            (member.order for segment in segments for member in segment.members), default=-1
-        )
-        self._squares = torch.zeros(parameter_count, dtype=torch.float64)
-        self._device_squares: dict[int, torch.Tensor] = {}
-        """Sums of blocks by parameter, on a device, that are not in `_squares` yet."""
+        self._squares = SquaredNorms(segments, store, kernels)
         self._leaving: collections.deque[tuple[torch.Tensor, Fence]] = collections.deque()
         """Unsharded gradients that are being copied from a device, see [Note: copies]."""
         self._names = {
@@ -131,11 +126,9 @@ class GradientReducer:
             elif segment.index in self._unmeasured:
                 self._measure(segment)
             if not self._store.has_gradient(segment.index):
-                for position in range(len(segment.members)):
-                    self._note_block_sums(segment, position, None, 0)
-        self._fetch_squares()
+                self._squares.clear(segment)
         self._communicator.join("a step")
-        rows = self._communicator.gather_rows(self._squares)
+        rows = self._communicator.gather_rows(self._squares.rows())
         bad = torch.nonzero(~torch.isfinite(rows).all(0)).reshape(-1).tolist()
         self._not_finite = [self._names[order] for order in bad]
         total = 0.0
@@ -210,26 +203,16 @@ class GradientReducer:
         device = self._store.device
         with device.marking(f"gradients of {segment.spec.unit}"):
             fence = self._store.add_gradient(segment.index, device.memory_of(shard))
-            self._note_squares(segment, shard)
+            self._squares.measure_shard(segment, shard)
+        self._unmeasured.discard(segment.index)
         if fence is not PASSED:
             self._leaving.append((scratch, fence))
 
     def _measure_kept(self, segment: Segment) -> None:
         """Take the norms of gradients that are at their parameters now."""
         self.kept.count(segment)
-        if not self._store.device.is_host:
-            for position in range(len(segment.members)):
-                self._note_block_sums(segment, position, self.kept.gradient(segment, position), 0)
-            return
-        for position, member in enumerate(segment.members):
-            gradient = self.kept.gradient(segment, position)
-            self._squares[member.order] = (
-                self._kernels.sum_squares(
-                    array_at(tensor_span(gradient), segment.spec.gradient, gradient.numel()), 0
-                )
-                if gradient is not None and gradient.numel()
-                else 0.0
-            )
+        positions = range(len(segment.members))
+        self._squares.measure(segment, [self.kept.gradient(segment, each) for each in positions])
 
     def note_set(self, segment: Segment) -> None:
         """Have the norm of a segment's gradients taken anew at the step: somebody has set them."""
@@ -262,53 +245,10 @@ class GradientReducer:
         shard = device.zeros(segment.layout.shard_numel, torch_dtype(segment.spec.gradient))
         if shard.numel():
             device.join(self._store.read_gradient(segment.index, device.memory_of(shard)))
-        self._note_squares(segment, shard)
+        self._squares.measure_shard(segment, shard)
+        self._unmeasured.discard(segment.index)
 
     def _let_leave(self, count: int) -> None:
         """Free unsharded gradients that were copied to host memory, all but the last `count`."""
         while len(self._leaving) > count:
             self._store.device.join(self._leaving.popleft()[1])
-
-    def _note_squares(self, segment: Segment, shard: torch.Tensor) -> None:
-        self._unmeasured.discard(segment.index)
-        if not self._store.device.is_host:
-            self._note_device_squares(segment, shard)
-            return
-        span = tensor_span(shard)
-        element_bytes = segment.spec.gradient.size_bytes
-        squares = dict.fromkeys(range(len(segment.members)), 0.0)
-        for piece in segment.pieces:
-            part = span.sub(piece.start * element_bytes, piece.numel * element_bytes)
-            values = array_at(part, segment.spec.gradient, piece.numel)
-            squares[piece.index] = self._kernels.sum_squares(values, piece.first)
-        for position, square in squares.items():
-            self._squares[segment.members[position].order] = square
-
-    def _note_device_squares(self, segment: Segment, shard: torch.Tensor) -> None:
-        """Sum the squares where the gradients are; the host asks for them at the step."""
-        for position in range(len(segment.members)):
-            self._note_block_sums(segment, position, None, 0)
-        for piece in segment.pieces:
-            values = shard[piece.start : piece.start + piece.numel]
-            self._note_block_sums(segment, piece.index, values, piece.first)
-
-    def _note_block_sums(
-        self, segment: Segment, position: int, values: torch.Tensor | None, first: int
-    ) -> None:
-        order = segment.members[position].order
-        self._squares[order] = 0.0
-        self._device_squares.pop(order, None)
-        if values is not None and values.numel():
-            self._device_squares[order] = self._store.device_kernels.block_sums(values, first)
-
-    def _fetch_squares(self) -> None:
-        """Bring the sums of all blocks to the host at once, and add those of each parameter."""
-        if not self._device_squares:
-            return
-        sums = torch.cat(list(self._device_squares.values())).tolist()
-        start = 0
-        for order, blocks in self._device_squares.items():
-            stop = start + blocks.numel()
-            self._squares[order] = add_block_sums(sums[start:stop])
-            start = stop
-        self._device_squares.clear()

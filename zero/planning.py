@@ -210,8 +210,8 @@ def make_blueprint(
         if changes.recalled.held_bytes is not None
         else drive_rates(settings, engine, local_world_size)
     )
-    ranks = (world_size, local_world_size)
-    request = _make_request(units, settings, optimizer, device, ranks, rates)
+    ranks = world_size, local_world_size
+    request = _placement_request(settings, optimizer, units, device, ranks, rates)
     budget, source = _budget(request, settings, local_world_size, changes.recalled)
     memory = plan_placement(request, budget)
     held = changes.recalled.held_bytes
@@ -231,17 +231,18 @@ def make_blueprint(
     return Blueprint(settings, plan, units, optimizer, device, groups)
 
 
-def _make_request(
-    units: Sequence[UnitBlueprint],
+def _placement_request(
     settings: Settings,
     optimizer: ZeroOptimizer | None,
+    units: Sequence[UnitBlueprint],
     device: Device,
     ranks: tuple[int, int],
     rates: DriveRates | None,
 ) -> PlacementRequest:
-    """Return what placement decides from; `ranks` are those of the job and of this node."""
+    """Return what placement goes by; `ranks` are those of the run and those of this node."""
     world_size, local_world_size = ranks
     rule = optimizer.fused.rule if optimizer is not None else UpdateRule.ADAMW
+    max_host_numel = settings.parameter_offload.max_host_numel
     return PlacementRequest(
         segments=tuple(spec for unit in units for spec, _ in unit.segments),
         world_size=world_size,
@@ -252,9 +253,7 @@ def _make_request(
         alignment_bytes=NVME_ALIGNMENT_BYTES,
         trains=optimizer is not None,
         max_host_parameter_numel=(
-            settings.parameter_offload.max_host_numel // local_world_size
-            if settings.parameter_offload.max_host_numel is not None
-            else None
+            max_host_numel // local_world_size if max_host_numel is not None else None
         ),
         start_bytes=start_bytes(units, world_size) if device.is_host else 0,
         slot_count=settings.tiers.slot_count,
