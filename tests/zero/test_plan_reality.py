@@ -98,6 +98,7 @@ def test_twelve_shapes_and_four_placements() -> None:
     assert (len(CPU_SHAPES), len(GPU_SHAPES), len(PLACEMENTS)) == (12, 5, 4)
 
 
+@pytest.mark.full
 @pytest.mark.nvme
 def test_a_case_warms_up(scratch: Path) -> None:
     for name in ("experts", "encoder"):
