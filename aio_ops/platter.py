@@ -44,6 +44,11 @@ class PlatterFile(SimulatedFile):
         self._synced[:] = self.contents
         self._written.clear()
 
+    def reopen(self) -> "PlatterFile":
+        """Return the file, open again."""
+        self._closed = False
+        return self
+
     def after_crash(self, chance: random.Random) -> "PlatterFile":
         """Return the file that the disk has after a crash."""
         self._is_dead = True
@@ -212,7 +217,7 @@ class Platter:
             raise FileNotFoundError(f"{path} is not there")
         if found.size_bytes != size_bytes:
             raise OSError(f"{path} has {found.size_bytes} bytes, not {size_bytes}")
-        return found
+        return found.reopen()
 
     def crash(self, seed: int) -> None:
         """Stop the machine and start it again with what a crash keeps."""

@@ -9,7 +9,7 @@ from typing import Any
 from estimators.activations import Activations, activations
 from estimators.inputs import DeviceKind, PlanInputs, placement_request, rank_budget
 from estimators.placement import in_play_bytes, minimum_host_bytes, plan_placement
-from estimators.records import Section
+from estimators.records import DEVICE_BUFFER_COUNT, Section
 from estimators.segments import Tier
 from estimators.step_time import Moved, StepTime, Wear, moved, operations, step_time, wear
 from estimators.summary import (
@@ -39,6 +39,7 @@ WORKING = "gradients of activations"
 LOSS = "logits and loss"
 START = "setting parameters at the start"
 GRADIENTS = "gradients resident"
+BUFFERS = "buffers of the update"
 ROOT_GRADIENTS = "gradients of the root unit"
 HEAP = f"heap slack ({HEAP_SLACK:.0%})"
 
@@ -98,6 +99,10 @@ class Estimate:
                 moments["end of the backward"] = {**live, **block, GRADIENTS: size}
             else:
                 moments["backward"] = {**live, **kept, **block, GRADIENTS: size}
+        if memory.device_buffer_bytes:
+            moments["update"] = {BUFFERS: DEVICE_BUFFER_COUNT * memory.device_buffer_bytes}
+            if self.keeps_gradients:
+                moments["update"][GRADIENTS] = moments["end of the backward"][GRADIENTS]
         if not self._is_cuda:
             for parts in moments.values():
                 parts[HEAP] = int(HEAP_SLACK * sum(parts.values()))
@@ -318,13 +323,13 @@ def estimate_placed(inputs: PlanInputs, memory: MemoryPlan, known: Moved | None 
         memory: where it rests.
         known: what a step moves, if that was found out before.
     """
-    known = known or moved(memory, inputs.accumulation_steps)
+    known = known or moved(memory, inputs.accumulation_steps, inputs.commit_steps)
     time = step_time(inputs, memory, known)
     return Estimate(
         inputs=inputs,
         memory=memory,
         activations=activations(inputs.model, inputs.batch, inputs.element),
         time=time,
-        wear=wear(inputs, known.traffic, time),
+        wear=wear(inputs, known, time),
         moved=known,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from estimators.activations import Batch
 from estimators.estimate import PROCESS_BYTES, Estimate, estimate_placed, place
@@ -15,19 +16,27 @@ from estimators.segments import Tier
 from estimators.step_time import moved
 from estimators.summary import MemoryPlan
 
-EXACT_FORMATS = (StateFormat.EXACT, StateFormat.FP32)
+EXACT_FORMATS = (
+    StateFormat.EXACT,
+    *(each for each in StateFormat if not each.is_lossy and each is not StateFormat.EXACT),
+)
 """Formats that keep every bit of the master; the others are offered only where asked for."""
 
 HOST_SHARE = 0.8
 """Share of a node's memory that is planned; the rest is for the system, Python and the batch."""
 
-_TIERS = (
-    (Tier.DEVICE, Tier.DEVICE),
-    (Tier.DEVICE, Tier.HOST),
-    (Tier.HOST, Tier.HOST),
-    (Tier.DEVICE, Tier.NVME),
-    (Tier.HOST, Tier.NVME),
-    (Tier.NVME, Tier.NVME),
+Way: TypeAlias = tuple[int, Tier, Tier]
+"""ZeRO stage, and the lowest tiers of parameters and of gradients and state."""
+
+_WAYS: tuple[Way, ...] = (
+    (2, Tier.DEVICE, Tier.DEVICE),
+    (2, Tier.DEVICE, Tier.HOST),
+    (3, Tier.DEVICE, Tier.DEVICE),
+    (3, Tier.DEVICE, Tier.HOST),
+    (3, Tier.HOST, Tier.HOST),
+    (3, Tier.DEVICE, Tier.NVME),
+    (3, Tier.HOST, Tier.NVME),
+    (3, Tier.NVME, Tier.NVME),
 )
 _MOST_SAMPLES = 1 << 12
 
@@ -82,7 +91,7 @@ def choices(model: ModelShape, node: Node, wanted: Wanted) -> list[Choice]:
 def nearest_problem(model: ModelShape, node: Node, wanted: Wanted) -> str:
     """Say why nothing fits: what the way that needs least, with all of it on NVMe, lacks."""
     smallest = replace(wanted, samples=wanted.samples or 1)
-    inputs = _inputs(model, node, smallest, _TIERS[-1], wanted.formats[0])
+    inputs = _inputs(model, node, smallest, _WAYS[-1], wanted.formats[0])
     inputs = replace(inputs, batch=replace(inputs.batch, checkpointing=True))
     try:
         found = estimate_placed(inputs, place(inputs)).problems()
@@ -94,15 +103,15 @@ def nearest_problem(model: ModelShape, node: Node, wanted: Wanted) -> str:
 def _rank(choice: Choice) -> tuple[int, int]:
     """Order ways that are as fast: less offloaded first, then the format named first."""
     inputs = choice.inputs
-    tiers = (inputs.parameter_tier, inputs.optimizer_tier)
-    return _TIERS.index(tiers), list(StateFormat).index(inputs.state_format)
+    way = (inputs.stage, inputs.parameter_tier, inputs.optimizer_tier)
+    return _WAYS.index(way), list(StateFormat).index(inputs.state_format)
 
 
 def _inputs(
     model: ModelShape,
     node: Node,
     wanted: Wanted,
-    tiers: tuple[Tier, Tier],
+    way: Way,
     state_format: StateFormat,
 ) -> PlanInputs:
     return PlanInputs(
@@ -111,8 +120,9 @@ def _inputs(
         batch=Batch(wanted.samples or 1, wanted.sequence),
         accumulation_steps=_accumulation(wanted, node, wanted.samples or 1) or 1,
         element=wanted.element,
-        parameter_tier=tiers[0],
-        optimizer_tier=tiers[1],
+        stage=way[0],
+        parameter_tier=way[1],
+        optimizer_tier=way[2],
         state_format=state_format,
     )
 
@@ -129,16 +139,18 @@ def _placed(
     model: ModelShape,
     node: Node,
     wanted: Wanted,
-    order: Iterable[tuple[Tier, Tier]] = _TIERS,
+    order: Iterable[Way] = _WAYS,
 ) -> Iterator[tuple[PlanInputs, MemoryPlan]]:
     formats = wanted.formats if wanted.element is ElementType.BF16 else wanted.formats[:1]
-    for tiers in order:
-        if node.nvme_bytes == 0 and Tier.NVME in tiers:
+    for way in order:
+        if node.nvme_bytes == 0 and Tier.NVME in way:
             continue
-        if node.device is DeviceKind.CPU and Tier.DEVICE in tiers:
+        if node.world_size == 1 and way[0] < 3:
+            continue  # one rank shards nothing
+        if node.device is DeviceKind.CPU and Tier.DEVICE in way:
             continue  # the device is host memory: the budget would not bound it
         for state_format in formats:
-            inputs = _inputs(model, node, wanted, tiers, state_format)
+            inputs = _inputs(model, node, wanted, way, state_format)
             try:
                 memory = place(inputs)
             except PlanError:
@@ -204,7 +216,7 @@ def fits(model: ModelShape, node: Node, wanted: Wanted) -> bool:
     smallest = replace(wanted, samples=wanted.samples or 1)
     if _least_bytes(model, wanted) > _room_bytes(node):
         return False
-    for inputs, memory in _placed(model, node, smallest, reversed(_TIERS)):
+    for inputs, memory in _placed(model, node, smallest, reversed(_WAYS)):
         batch = replace(inputs.batch, checkpointing=True)
         if not estimate_placed(replace(inputs, batch=batch), memory).problems():
             return True

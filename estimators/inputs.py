@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
+import fnmatch
 from dataclasses import dataclass, field
 
 from estimators.activations import Batch
-from estimators.formats import ElementType, StateFormat
+from estimators.formats import ElementType, GenericRule, StateFormat, UpdateRule
 from estimators.hardware import Bandwidths, bandwidths_of
-from estimators.layout import flat_layout
 from estimators.models import ModelShape, ParameterShape
 from estimators.placement import Budget, PlanError
 from estimators.segments import PlacementRequest, SegmentSpec, Tier
@@ -76,6 +76,19 @@ class PlanInputs:
     slot_count: int | None = None
     max_host_parameter_numel: int | None = None
     trains: bool = True
+    stage: int = 3
+    """ZeRO stage; below 3 each rank has all parameters in full, on the device."""
+    rule: UpdateRule | GenericRule = UpdateRule.ADAMW
+    format_overrides: tuple[tuple[str, StateFormat], ...] = ()
+    """Patterns of names, and how the state of parameters is stored that match; the first counts."""
+    is_durable: bool = False
+    commit_steps: int = 1
+    """Steps between two commits of a durable run."""
+    device_budget_bytes: int | None = None
+    """What a rank may put on a GPU, activations aside: what is spare of it takes what would rest
+    below (`tiers.device_memory`); None moves nothing up."""
+    updates_on_device: bool = True
+    """Whether a GPU updates what rests below it; else the processor does."""
     built_on_meta: bool = True
     """Whether parameters get their values only when they are sharded."""
     built_element: ElementType = ElementType.FP32
@@ -96,22 +109,47 @@ def units_of(model: ModelShape) -> list[tuple[str, list[ParameterShape]]]:
     return [(name or ROOT_UNIT, members) for name, members in units.items()]
 
 
+def state_format_of(inputs: PlanInputs, parameter: ParameterShape) -> StateFormat | None:
+    """Return how the state of a parameter is stored, None being as for the rest of the model.
+
+    The same as `zero.state_formats` decides: the first override that matches counts; without one
+    `compact` keeps embeddings and parameters of one dimension exact.
+    """
+    usual = inputs.state_format
+    if inputs.element is not ElementType.BF16 or not inputs.trains:
+        return None
+    chosen = usual
+    if usual is StateFormat.COMPACT and (len(parameter.shape) < 2 or parameter.is_embedding):
+        chosen = StateFormat.EXACT
+    for pattern, other in inputs.format_overrides:
+        if fnmatch.fnmatchcase(parameter.name, pattern):
+            chosen = other
+            break
+    return None if chosen is usual else chosen
+
+
 def segments_of(inputs: PlanInputs) -> tuple[SegmentSpec, ...]:
     """Return the segments of a model that is trained as a whole, in one parameter group."""
-    return tuple(
-        SegmentSpec(
-            unit=name,
-            unit_index=index,
-            names=tuple(each.name for each in members),
-            numels=tuple(each.numel for each in members),
-            element=inputs.element,
-            trainable=inputs.trains,
-            param_group=0,
-            gradient_element=inputs.gradient_element,
-        )
-        for index, (name, members) in enumerate(units_of(inputs.model))
-        if members
-    )
+    segments: list[SegmentSpec] = []
+    for index, (name, members) in enumerate(units_of(inputs.model)):
+        keyed: dict[StateFormat | None, list[ParameterShape]] = {}
+        for each in members:
+            keyed.setdefault(state_format_of(inputs, each), []).append(each)
+        segments += [
+            SegmentSpec(
+                unit=name,
+                unit_index=index,
+                names=tuple(each.name for each in chosen),
+                numels=tuple(each.numel for each in chosen),
+                element=inputs.element,
+                trainable=inputs.trains,
+                param_group=0,
+                gradient_element=inputs.gradient_element,
+                state_format=kept,
+            )
+            for kept, chosen in keyed.items()
+        ]
+    return tuple(segments)
 
 
 def placement_request(inputs: PlanInputs) -> PlacementRequest:
@@ -119,12 +157,13 @@ def placement_request(inputs: PlanInputs) -> PlacementRequest:
     segments = segments_of(inputs)
     world_size, gpus = inputs.node.world_size, inputs.node.gpus
     cap = inputs.max_host_parameter_numel
+    is_host = inputs.node.device is DeviceKind.CPU
     built = inputs.built_element.size_bytes
     tensors = [
         [StartTensor(each.numel, built * each.numel, inputs.built_on_meta) for each in members]
         for _, members in units_of(inputs.model)
     ]
-    shards = [flat_layout(each.numels, each.element.size_bytes, world_size) for each in segments]
+    shards = [each.layout(world_size).shard_numel for each in segments]
     return PlacementRequest(
         segments=segments,
         world_size=world_size,
@@ -135,23 +174,30 @@ def placement_request(inputs: PlanInputs) -> PlacementRequest:
         alignment_bytes=NVME_ALIGNMENT_BYTES,
         trains=inputs.trains,
         max_host_parameter_numel=cap // gpus if cap is not None else None,
-        start_bytes=start_bytes(tensors, [each.shard_numel for each in shards], world_size),
+        start_bytes=start_bytes(tensors, shards, world_size) if is_host else 0,
         slot_count=inputs.slot_count,
         micro_batches=inputs.accumulation_steps,
         rates=inputs.node.bandwidths.drive,
+        durable=inputs.is_durable,
+        device_is_host=is_host,
+        update_on_device=(
+            not is_host and inputs.updates_on_device and isinstance(inputs.rule, UpdateRule)
+        ),
+        replicates=inputs.stage < 3,
+        rule=inputs.rule,
     )
 
 
 def rank_budget(inputs: PlanInputs, in_play_bytes: int) -> Budget:
-    """Return one rank's share of the host memory; limits of other tiers are looked at later.
+    """Return one rank's share of the budgets; limits of the machine are looked at later.
 
     Raises:
         PlanError: if the share is nothing.
     """
     node = inputs.node
     if node.host_bytes is None:
-        return Budget(in_play_bytes, ranks=node.gpus)
+        return Budget(in_play_bytes, inputs.device_budget_bytes, ranks=node.gpus)
     share = node.host_bytes // node.gpus
     if share <= 0:
         raise PlanError(f"{node.host_bytes} bytes of host memory for {node.gpus} ranks are nothing")
-    return Budget(share, ranks=node.gpus)
+    return Budget(share, inputs.device_budget_bytes, ranks=node.gpus)

@@ -28,21 +28,33 @@ class Moved:
 
     traffic: StepTraffic
     link_bytes: int
+    pass_link_bytes: int
+    """Those of forward and backward alone."""
+    update_link_bytes: int
+    """Those of the update alone."""
     host_update_bytes: int
     device_update_bytes: int
     device_resident_bytes: int
+    commit_bytes: float
+    """What commits of a durable run write beside, on average of a step."""
 
 
-def moved(plan: MemoryPlan, micro_batches: int) -> Moved:
+def moved(plan: MemoryPlan, micro_batches: int, commit_steps: int = 1) -> Moved:
     """Return what a step of `micro_batches` moves."""
+    whole, passes, update = _link_bytes(plan, micro_batches)
     return Moved(
         traffic=step_traffic(plan, micro_batches),
-        link_bytes=_link_bytes(plan, micro_batches),
-        host_update_bytes=_updated_bytes(plan, (Tier.HOST, Tier.NVME)),
+        link_bytes=whole,
+        pass_link_bytes=passes,
+        update_link_bytes=update,
+        host_update_bytes=0
+        if plan.request.update_on_device
+        else _updated_bytes(plan, (Tier.HOST, Tier.NVME)),
         device_update_bytes=_updated_bytes(plan, (Tier.DEVICE,)),
         device_resident_bytes=sum(
             plan.resident_section_bytes(Tier.DEVICE, section) for section in Section
         ),
+        commit_bytes=plan.commit_bytes / commit_steps,
     )
 
 
@@ -148,24 +160,24 @@ def step_time(inputs: PlanInputs, plan: MemoryPlan, bytes_moved: Moved) -> StepT
     done = operations(inputs)
     compute = micro * done.total / rates.flops if done is not None else 0.0
     traffic = bytes_moved.traffic
-    drive = _drive_seconds(inputs, traffic)
-    link = bytes_moved.link_bytes / rates.link_bytes_per_s
-    if node.device is DeviceKind.CPU:
-        link = 0.0
+    drive = _drive_seconds(inputs, traffic, bytes_moved.commit_bytes)
+    link_rate = rates.link_bytes_per_s if node.device is DeviceKind.CUDA else float("inf")
+    link = bytes_moved.link_bytes / link_rate
     host = bytes_moved.host_update_bytes * node.gpus / rates.host_bytes_per_s
     device = bytes_moved.device_update_bytes / rates.device_bytes_per_s
     network = _network_bytes(inputs, plan) / rates.network_bytes_per_s
     update_share = _update_share(traffic)
-    passes = max(compute / _EXPECTED_SHARE, link, network, drive * (1 - update_share))
-    expected = passes + max(host, device, drive * update_share)
+    copied = bytes_moved.pass_link_bytes / link_rate
+    passes = max(compute / _EXPECTED_SHARE, copied, network, drive * (1 - update_share))
+    streamed = bytes_moved.update_link_bytes / link_rate
+    expected = passes + max(host, device, streamed, drive * update_share)
     return StepTime(compute, link, drive, host, device, network, expected)
 
 
-def _drive_seconds(inputs: PlanInputs, traffic: StepTraffic) -> float:
+def _drive_seconds(inputs: PlanInputs, traffic: StepTraffic, commit_bytes: float) -> float:
     ranks = inputs.node.gpus
-    return inputs.node.bandwidths.drive_seconds(
-        traffic.total_read_bytes * ranks, traffic.total_written_bytes * ranks
-    )
+    written = traffic.total_written_bytes + commit_bytes
+    return inputs.node.bandwidths.drive_seconds(traffic.total_read_bytes * ranks, written * ranks)
 
 
 def _update_share(traffic: StepTraffic) -> float:
@@ -176,20 +188,29 @@ def _update_share(traffic: StepTraffic) -> float:
     return (state + own) / total if total else 0.0
 
 
-def _link_bytes(plan: MemoryPlan, micro_batches: int) -> int:
-    """Return the bytes that pass to a device, or back from it, in a step: the larger of both.
+def _link_bytes(plan: MemoryPlan, micro_batches: int) -> tuple[int, int, int]:
+    """Return the bytes that pass to a device or back from it in a step, the larger direction.
 
     Shards that rest below the device come up for each forward and backward; gradients go down once
-    a micro-batch.
+    a micro-batch. A device that updates gets what rests below it, and gives it back.
+
+    Returns:
+        Those of the whole step, of forward and backward, and of the update.
     """
-    up = down = 0
+    up = down = update_up = update_down = 0
     for group in plan.sub_groups:
         spec = plan.request.segments[group.segment]
         if group.tier(Section.PARAMETER) is not Tier.DEVICE:
             up += 2 * micro_batches * group.numel * spec.element.size_bytes
         if group.tier(Section.GRADIENT) in (Tier.HOST, Tier.NVME):
             down += micro_batches * group.numel * spec.gradient.size_bytes
-    return max(up, down)
+        if plan.request.update_on_device and group.tier(Section.STATE) is not None:
+            sizes = section_bytes(plan.request, spec, group.numel)
+            below = [each for each in sizes if group.tier(each) is not Tier.DEVICE]
+            update_up += sum(sizes[each] for each in below)
+            update_down += sum(sizes[each] for each in below if each is not Section.GRADIENT)
+    whole = max(up + update_up, down + update_down)
+    return whole, max(up, down), max(update_up, update_down)
 
 
 def _updated_bytes(plan: MemoryPlan, tiers: tuple[Tier, ...]) -> int:
@@ -205,23 +226,29 @@ def _updated_bytes(plan: MemoryPlan, tiers: tuple[Tier, ...]) -> int:
 
 
 def _network_bytes(inputs: PlanInputs, plan: MemoryPlan) -> float:
-    """Return the bytes that a rank receives: two gathers and one reduction a micro-batch."""
-    world_size = inputs.node.world_size
+    """Return the bytes that a rank receives in a step.
+
+    Sharded parameters are gathered twice a micro-batch, replicated ones once a step; gradients are
+    reduced once a micro-batch.
+    """
+    world_size, micro = inputs.node.world_size, inputs.accumulation_steps
     if world_size == 1:
         return 0.0
+    gathers = 1 if plan.request.replicates else 2 * micro
     total = 0
     for spec in plan.request.segments:
         numel = spec.layout(world_size).padded_numel
-        total += 2 * numel * spec.element.size_bytes
+        total += gathers * numel * spec.element.size_bytes
         if spec.trainable and plan.request.trains:
-            total += numel * spec.gradient.size_bytes
-    return inputs.accumulation_steps * total * (world_size - 1) / world_size
+            total += micro * numel * spec.gradient.size_bytes
+    return total * (world_size - 1) / world_size
 
 
-def wear(inputs: PlanInputs, traffic: StepTraffic, time: StepTime) -> Wear:
+def wear(inputs: PlanInputs, bytes_moved: Moved, time: StepTime) -> Wear:
     """Return what steps of `time` do to the drives of each node."""
     node = inputs.node
-    written = traffic.total_written_bytes * node.gpus
+    written = bytes_moved.traffic.total_written_bytes + bytes_moved.commit_bytes
+    written = round(written * node.gpus)
     size = node.drive_bytes if node.drive_bytes is not None else node.nvme_bytes
     daily = _SECONDS_OF_A_DAY / time.expected if time.expected else 0.0
     per_day = written * daily / size if size else None

@@ -57,12 +57,14 @@ class StoreCommits:
             tickets: list[tuple[ResidentCopy, Ticket]] = []
             try:
                 for copy in self._plan.resident_copies:
+                    if not isinstance(store.residents.memory(copy.section, copy.segment), Span):
+                        store.engine.drain()  # one copy of what rests on a device at a time
                     ticket = self._write_resident(copy)
                     if ticket is not None:
                         tickets.append((copy, ticket))
             finally:
                 store.engine.drain()
-            return sum(self._finish(copy, ticket) for copy, ticket in tickets)
+            return self._finish_all(tickets)
 
     def sync(self) -> None:
         """Return once everything that was written will be there after a crash."""
@@ -118,6 +120,19 @@ class StoreCommits:
             raise
         self._store.ledger.submitted(Link.WRITE, copy.name)
         return ticket
+
+    def _finish_all(self, tickets: Sequence[tuple[ResidentCopy, Ticket]]) -> int:
+        """Note what came of every write, and raise the first failure; return the bytes."""
+        moved_bytes = 0
+        failure: OSError | None = None
+        for copy, ticket in tickets:
+            try:
+                moved_bytes += self._finish(copy, ticket)
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return moved_bytes
 
     def _finish(self, copy: ResidentCopy, ticket: Ticket) -> int:
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import subprocess
@@ -211,30 +212,36 @@ def train_step(engine: zero.ZeroEngine, case: Case, step: int) -> float:
 
 def measured_rates(case: Case) -> Bandwidths:
     """Return the rates of this machine, the best of a few probes: a step can use no more."""
-    found = bandwidths_of(None)
     if case.quick:
-        return found
-    dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
-    size = 1024 if case.device == "cpu" else 8192
-    left = torch.randn(size, size, dtype=dtype, device=case.device)
-    flops = 2.0 * size**3 / _best(lambda: left @ left, case.device)
+        return bandwidths_of(None)
+    return probe(case.device, case.dtype, case.directory)
+
+
+@functools.cache
+def probe(device_name: str, dtype_name: str, directory: str) -> Bandwidths:
+    """Measure the rates of this machine."""
+    found = bandwidths_of(None)
+    dtype = torch.bfloat16 if dtype_name == "bf16" else torch.float32
+    size = 1024 if device_name == "cpu" else 8192
+    left = torch.randn(size, size, dtype=dtype, device=device_name)
+    flops = 2.0 * size**3 / _best(lambda: left @ left, device_name)
     block = torch.empty(32 << 20, dtype=torch.uint8)
     other = torch.empty_like(block)
     host = 2.0 * block.numel() / _best(lambda: other.copy_(block), "cpu")
-    with open_engine("auto", directory=Path(case.directory)) as io:
-        drives = [measure_rates(io, Path(case.directory)) for _ in range(3)]
+    with open_engine("auto", directory=Path(directory)) as io:
+        drives = [measure_rates(io, Path(directory)) for _ in range(3)]
     drive = DriveRates(
         max(each.read_bytes_per_s for each in drives),
         max(each.write_bytes_per_s for each in drives),
         "measured",
     )
     link = device = found.link_bytes_per_s
-    if case.device != "cpu":
+    if device_name != "cpu":
         pinned = block.pin_memory()
-        there = block.to(case.device)
-        link = block.numel() / _best(lambda: there.copy_(pinned, non_blocking=True), case.device)
+        there = block.to(device_name)
+        link = block.numel() / _best(lambda: there.copy_(pinned, non_blocking=True), device_name)
         again = torch.empty_like(there)
-        device = 2.0 * block.numel() / _best(lambda: again.copy_(there), case.device)
+        device = 2.0 * block.numel() / _best(lambda: again.copy_(there), device_name)
     return dataclasses.replace(
         found,
         flops=1.1 * flops,  # matrix products of other shapes may be faster than the probe

@@ -180,7 +180,7 @@ def configuration(choice: Choice, nvme_path: str) -> dict[str, Any]:
     """Return a configuration that trains as a choice says; `zero.config check` accepts it."""
     inputs = choice.inputs
     names = {tier: name for name, tier in TIERS.items()}
-    zero: dict[str, Any] = {"stage": 3}
+    zero: dict[str, Any] = {"stage": inputs.stage}
     for key, tier in (
         ("offload_param", inputs.parameter_tier),
         ("offload_optimizer", inputs.optimizer_tier),

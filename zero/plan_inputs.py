@@ -19,6 +19,7 @@ from zero import machine
 from zero.config import ConfigError, load_config
 from zero.config.loading import ConfigWarning
 from zero.model_functions import build_on_meta, shape_of
+from zero.optimizer import rule_of
 from zero.settings import NvmeSettings, Settings
 from zero.swap_paths import nvme_budget
 
@@ -132,9 +133,6 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
     capacity = nvme_budget(tiers.nvme, 1, 4096) if tiers.nvme else None
     node = replace(
         node,
-        device_bytes=node.device_bytes
-        if tiers.device_memory_bytes is None
-        else tiers.device_memory_bytes // node.gpus,
         host_bytes=tiers.host_memory_bytes,
         nvme_bytes=node.nvme_bytes if node.nvme_bytes is not None else capacity,
         bandwidths=_with_given(node.bandwidths, tiers.nvme, options),
@@ -153,6 +151,17 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         sub_group_numel=settings.sub_group_numel,
         slot_count=tiers.slot_count,
         max_host_parameter_numel=settings.parameter_offload.max_host_numel,
+        device_budget_bytes=None
+        if tiers.device_memory_bytes is None
+        else tiers.device_memory_bytes // node.gpus,
+        updates_on_device=tiers.update_device != "cpu",
+        stage=settings.stage,
+        rule=rule_of(settings.optimizer),
+        format_overrides=tuple(
+            (each.pattern, each.state_format) for each in tiers.format_overrides
+        ),
+        is_durable=tiers.durable is not None,
+        commit_steps=tiers.durable.every_steps if tiers.durable is not None else 1,
     )
 
 

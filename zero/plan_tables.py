@@ -40,7 +40,7 @@ def describe_job(inputs: PlanInputs) -> str:
     return (
         f"{devices}{nodes}; {batch.samples} x {tokens} tokens{steps} a rank, {how},"
         f" {batch.attention.value} attention; parameters {inputs.element.value}, state"
-        f" {inputs.state_format.value}; lowest tiers: parameters"
+        f" {inputs.state_format.value}; stage {inputs.stage}, lowest tiers: parameters"
         f" {_DEVICE_NAMES[inputs.parameter_tier]}, optimizer"
         f" {_DEVICE_NAMES[inputs.optimizer_tier]}"
     )
@@ -175,8 +175,8 @@ def _answer(found: Sequence[Choice]) -> str:
 
 
 def _choice_table(found: Sequence[Choice]) -> Table:
-    table = Table(title="What fits, fastest first (ZeRO stage 3)", title_justify="left")
-    for heading in ("parameters", "optimizer", "state", "checkpointing"):
+    table = Table(title="What fits, fastest first", title_justify="left")
+    for heading in ("stage", "parameters", "optimizer", "state", "checkpointing"):
         table.add_column(heading)
     headings = ("batch", "sub-group", "device", "host", "nvme", "step", "bound by", "tokens/s")
     for heading in headings:
@@ -185,6 +185,7 @@ def _choice_table(found: Sequence[Choice]) -> Table:
         inputs, estimate = choice.inputs, choice.estimate
         gpus = inputs.node.gpus
         table.add_row(
+            str(inputs.stage),
             _DEVICE_NAMES[inputs.parameter_tier],
             _DEVICE_NAMES[inputs.optimizer_tier],
             inputs.state_format.value,

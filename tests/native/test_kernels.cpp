@@ -242,6 +242,71 @@ void test_formats_and_thread_counts_agree() {
   }
 }
 
+constexpr RoundingKey kKey{0x1234'5678U, 0x9ABC'DEF0U, 0};
+
+struct Lossy {
+  explicit Lossy(size_t numel)
+      : param(numel, 0x3F80),
+        residual(numel),
+        short_residual(numel),
+        grad(numbers(numel, 7)),
+        halves(2, std::vector<uint16_t>(numel)),
+        codes(2, std::vector<uint8_t>(numel)),
+        bases(2, std::vector<uint16_t>((numel + kCodeBlock - 1) / kCodeBlock)) {}
+
+  void step_bf16(const Scalars& scalars, uint64_t threads) {
+    update_bf16<float>(param, residual, grad, {halves[0], halves[1]}, scalars, kKey, threads);
+  }
+
+  void step_compact(const Scalars& scalars, uint64_t threads) {
+    const CodedMoments moments{{codes[0], codes[1]}, {bases[0], bases[1]}};
+    update_compact<float>(param, short_residual, grad, moments, scalars, kKey, threads);
+  }
+
+  std::vector<uint16_t> param;
+  std::vector<int16_t> residual;
+  std::vector<int8_t> short_residual;
+  std::vector<float> grad;
+  std::vector<std::vector<uint16_t>> halves;
+  std::vector<std::vector<uint8_t>> codes;
+  std::vector<std::vector<uint16_t>> bases;
+};
+
+// A moment that a rule lacks is empty: nothing must touch it, which the sanitizers see.
+void test_lossy_formats_and_thread_counts_agree() {
+  for (const auto rule : {Rule::kAdamW, Rule::kAdam, Rule::kLion, Rule::kAdagrad, Rule::kSgd}) {
+    Scalars scalars = kScalars;
+    scalars.rule = rule;
+    for (const size_t numel : {size_t{0}, size_t{1}, size_t{33}, size_t{200'001}}) {
+      std::vector<Lossy> states(4, Lossy(numel));
+      for (Lossy& state : states) {
+        const bool has_exp_avg = rule != Rule::kAdagrad;
+        const bool has_exp_avg_sq = rule != Rule::kLion && rule != Rule::kSgd;
+        for (size_t i = 0; i < 2; ++i) {
+          if (!(i == 0 ? has_exp_avg : has_exp_avg_sq)) {
+            state.halves[i].clear();
+            state.codes[i].clear();
+            state.bases[i].clear();
+          }
+        }
+      }
+      for (const uint64_t threads : {1U, 3U}) {
+        Lossy& bf16 = states[threads == 1 ? 0 : 1];
+        bf16.step_bf16(scalars, threads);
+        Lossy& compact = states[threads == 1 ? 2 : 3];
+        compact.step_compact(scalars, threads);
+      }
+      CHECK(states[0].param == states[1].param && states[0].residual == states[1].residual);
+      CHECK(states[0].halves == states[1].halves);
+      CHECK(states[2].param == states[3].param && states[2].codes == states[3].codes);
+      CHECK(states[2].bases == states[3].bases);
+      CHECK(states[2].short_residual == states[3].short_residual);
+      CHECK(numel < 100 || states[0].residual != Lossy(numel).residual);
+      CHECK(numel < 100 || states[2].short_residual != Lossy(numel).short_residual);
+    }
+  }
+}
+
 void test_computed_nans_have_one_pattern() {
   const auto negative_nan = std::bit_cast<float>(0xFFC0'1234U);
   std::vector<float> param{negative_nan, 1.0F, std::numeric_limits<float>::infinity()};
@@ -381,6 +446,7 @@ int main(int argc, char** argv) {
   test_every_chunk_runs_once_on_all_threads();
   test_update_is_the_written_formula();
   test_formats_and_thread_counts_agree();
+  test_lossy_formats_and_thread_counts_agree();
   test_computed_nans_have_one_pattern();
   test_fp16_widening_is_the_definition();
   test_fp16_is_rounded_to_even_between_any_two();

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from offload import AdagradScalars, AdamScalars, LionScalars, SgdScalars, StateArrays
+from offload import (
+    AdagradScalars,
+    AdamScalars,
+    AdamWScalars,
+    LionScalars,
+    SgdScalars,
+    StateArrays,
+)
 from offload.kernels import Kernels
+from tests.support.kernels import HYPERPARAMETERS as ADAMW
 from tests.support.kernels import PATTERNS, assert_same_bits, hostile, ordinary
-from tests.support.reference import round_to_fp16
+from tests.support.reference import ReferenceAdamW, round_to_fp16
 from tests.support.reference_rules import HYPERPARAMETERS, ReferenceRule
 
-SCALARS = {"adam": AdamScalars, "lion": LionScalars, "adagrad": AdagradScalars, "sgd": SgdScalars}
+SCALARS = {
+    "adamw": AdamWScalars,
+    "adam": AdamScalars,
+    "lion": LionScalars,
+    "adagrad": AdagradScalars,
+    "sgd": SgdScalars,
+}
 CASES = {
     **{name: (name, values) for name, values in HYPERPARAMETERS.items()},
     "sgd, damped": ("sgd", {**HYPERPARAMETERS["sgd"], "nesterov": False, "dampening": 0.1}),
     "sgd, no momentum": ("sgd", {**HYPERPARAMETERS["sgd"], "nesterov": False, "momentum": 0.0}),
 }
 MOMENTS = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
     "adagrad": ("exp_avg_sq",),
@@ -70,6 +86,39 @@ def test_rules_have_the_bits_of_the_reference(any_kernels: Kernels, case, elemen
             assert_same_bits(state.residual, reference.residual("p"), f"step {step} residual")
         if element == "fp16":
             assert_same_bits(state.master, reference.masters["p"], f"step {step} master")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("state_format", ["own", "residual", "master"])
+@pytest.mark.parametrize("case", ["adamw", *CASES])
+def test_fifty_steps_have_the_bits_of_the_reference(
+    any_kernels: Kernels, case: str, state_format: str, pattern: Any
+) -> None:
+    name, hyperparameters = CASES.get(case, ("adamw", ADAMW))
+    numel = 2049
+    start = {"p": pattern(numel, 1)}
+    bf16 = () if state_format == "own" else {"p"}
+    made = ReferenceAdamW if name == "adamw" else functools.partial(ReferenceRule, name)
+    reference = made(start, bf16=bf16)
+    param = reference.param("p").copy()
+    weights = {
+        "own": {},
+        "residual": {"residual": reference.residual("p").copy()},
+        "master": {"master": reference.masters["p"].copy()},
+    }[state_format]
+    moments = {each: np.zeros(numel, np.float32) for each in MOMENTS[name]}
+    state = StateArrays(**moments, **weights)
+    for step in range(1, 51):
+        grad = gradient_of(pattern, numel, 10 + step, "fp32" if state_format == "own" else "bf16")
+        reference.step({"p": grad}, **hyperparameters)
+        scalars = SCALARS[name].from_hyperparameters(step=step, grad_scale=1.0, **hyperparameters)
+        any_kernels.update(param, grad, state, scalars)
+    assert_same_bits(param, reference.param("p"), "param")
+    for each in MOMENTS[name]:
+        assert_same_bits(getattr(state, each), getattr(reference, each)["p"], each)
+    for each, kept in weights.items():
+        wanted = reference.residual("p") if each == "residual" else reference.masters["p"]
+        assert_same_bits(kept, wanted, each)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "lion"])

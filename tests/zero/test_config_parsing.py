@@ -96,8 +96,8 @@ def refusal(source: object) -> str:
             'tiers.state_format: must be "exact", "fp32", "bf16" or "compact", got "4bit"',
         ),
         (
-            {"tiers": {"update_device": "device"}},
-            'tiers.update_device: "device" is not available in this version; use "auto" or "cpu"',
+            {"tiers": {"update_device": "gpu"}},
+            'tiers.update_device: must be "auto", "cpu" or "device", got "gpu"',
         ),
         (
             {"aio": {"engine": "iouring"}},

@@ -214,6 +214,22 @@ def test_parameters_are_read_and_written_outside_their_windows(made: list[Simula
     engine.destroy()
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("update_device", "device", 'tiers.update_device is "device", but'),
+        ("device", "cuda", 'tiers.device is "cuda", but torch'),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(key: str, value: str, message: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("torch finds a CUDA device")
+    config = make_config(host_memory="1GB")
+    config["tiers"][key] = value
+    with pytest.raises(zero.ConfigError, match=message):
+        zero.initialize(model=make_model(), config=config)
+
+
 def test_a_write_that_moves_no_counter_reaches_the_master(made: list[SimulatedDevice]) -> None:
     def train(*, on_device: bool) -> dict[str, torch.Tensor]:
         with pytest.MonkeyPatch.context() as patch:

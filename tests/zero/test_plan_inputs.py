@@ -142,3 +142,70 @@ def test_a_plan_does_not_depend_on_the_batch() -> None:
     )
     wide = replace(inputs, batch=replace(inputs.batch, samples=64, checkpointing=True))
     assert place(inputs) == place(wide)
+
+
+def changed(config: dict[str, Any], what: str) -> dict[str, Any]:
+    """Return a configuration with something that changes what is placed."""
+    match what:
+        case "stage 2":
+            config["zero_optimization"] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+        case "Lion" | "RMSprop":
+            config["optimizer"] = {"type": what, "params": {"lr": 1e-4}}
+        case "durable":
+            config["tiers"]["durable"] = {"name": "run", "every_steps": 5}
+        case "overrides":
+            config["tiers"]["state_format"] = "bf16"
+            config["tiers"]["state_formats"] = [
+                {"parameters": "blocks.1.*", "state_format": "exact"},
+                {"parameters": "embedding*", "state_format": "compact"},
+            ]
+        case _:
+            config["tiers"]["state_format"] = what
+    return config
+
+
+@pytest.mark.nvme
+@pytest.mark.parametrize(
+    "what", ["bf16", "compact", "overrides", "Lion", "RMSprop", "durable", "stage 2"]
+)
+def test_formats_optimizers_and_stages_are_planned_as_they_are_placed(
+    what: str, scratch: Path, tmp_path: Path
+) -> None:
+    config = make_config(
+        parameters="nvme",
+        optimizer="nvme",
+        nvme_path=str(scratch),
+        dtype="bf16",
+        host_memory="1MB" if what == "stage 2" else "150KB",
+        sub_group_size=4096,
+    )
+    with torch.device("meta"):
+        model = TinyTransformer(layers=3, extra=(5000,))
+    usual = expected(model, config, 2)
+    config = changed(config, what)
+    plan = expected(model, config, 2)
+    assert plan != usual
+    inputs = inputs_of(config, shape_of(model, "tiny"), tmp_path, "--gpus", "2")
+    assert replace(placement_request(inputs), rates=None) == plan.request
+    found = estimate(inputs)
+    assert found.memory.sub_groups == plan.sub_groups
+    assert found.memory.rows() == plan.rows()
+    if what == "durable":
+        assert inputs.commit_steps == 5
+        assert found.moved.commit_bytes == plan.commit_bytes / 5 > 0
+
+
+def test_a_gpu_is_not_the_host() -> None:
+    model = model_of_config(VARIATIONS["mistral"])
+    offloaded = {"parameter_tier": Tier.HOST, "optimizer_tier": Tier.HOST}
+    cpu = estimate(PlanInputs(model, Node(DeviceKind.CPU), **offloaded))
+    gpu = estimate(PlanInputs(model, Node(DeviceKind.CUDA), **offloaded))
+    assert cpu.memory.request.device_is_host
+    assert not gpu.memory.request.device_is_host
+    assert gpu.memory.request.update_on_device
+    assert cpu.memory.live_parameter_bytes == 0 < gpu.memory.live_parameter_bytes
+    assert gpu.passing["update"]["buffers of the update"] > 0
+    assert gpu.moved.update_link_bytes > 0
+    assert cpu.time.link == 0 < gpu.time.link
+    by_host = PlanInputs(model, Node(DeviceKind.CUDA), updates_on_device=False, **offloaded)
+    assert estimate(by_host).moved.host_update_bytes > 0 == gpu.moved.host_update_bytes

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import zero
-from aio_ops import SimulatedDisk, StripedFile
+from aio_ops import Fault, Platter, SimulatedDisk, StripedFile
 from aio_ops.directories import SyncedDirectory
 from estimators import PlanError
 from offload import Manifests
@@ -317,6 +317,26 @@ def test_a_manifest_that_cannot_be_written_changes_nothing(
     assert (engine.durable.last_commit.step, engine.durable.last_commit.sequence) == (3, 2)
     engine.destroy()
     finish(place, "nvme", wanted["nvme"], at=3)
+
+
+def test_resident_state_that_cannot_be_written_is_written_with_the_next_commit(
+    place: Path, wanted: dict[str, list[str]]
+) -> None:
+    config = durable_config(str(place), "run", "host")
+    platter = Platter()
+    engine = begin(config, io_engine=SimulatedDisk(1, platter=platter))
+    run_step(engine)
+    disk = engine._runtime.store.engine
+    assert isinstance(disk, SimulatedDisk)
+    disk._fault = Fault(disk.submitted + 1, "eio")
+    with pytest.raises(zero.DurableError, match=r"rank 0: TransferError: .*simulated"):
+        run_step(engine)
+    disk._fault = None
+    run_step(engine)
+    engine.destroy()
+    again = begin(config, seed=4, io_engine=SimulatedDisk(2, platter=platter))
+    assert state_of(again) == wanted["host"][3]
+    again.destroy()
 
 
 def test_a_file_that_cannot_be_synced_ends_the_run(place: Path, wanted: dict[str, list]) -> None:
