@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aio_ops import open_engine
 from estimators import SubGroup
 from offload import Field
 from offload.groups import read_group
@@ -32,7 +31,7 @@ from zero.checkpoint.manifest import (
     names_of,
     read_manifest,
 )
-from zero.checkpoint.save import Save, SaveRequest, agree
+from zero.checkpoint.save import Save, SaveRequest, agree, open_disk_engine
 from zero.errors import CheckpointError, RunStateError
 from zero.generic import refuse_generic
 from zero.integrity import adopt_replaced
@@ -183,7 +182,7 @@ class _Loading:
         rank = engine.global_rank if engine.global_rank < len(ranks) else 0
         self._rank: RankEntry = ranks[rank]
         RunState.from_json(json.dumps(self._rank.run), {})
-        self._io = open_engine("auto", directory=path)
+        self._io = open_disk_engine(path)
 
     @classmethod
     def open(cls, engine: ZeroEngine, request: LoadRequest) -> _Loading | None:
