@@ -170,10 +170,15 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             )
         refuse_set_gradients(self._runtime)
         scaled = self.scale(loss / self.gradient_accumulation_steps())
+        reducer = self._runtime.reducer
         try:
+            if reducer is not None:
+                reducer.shown.withdraw()  # or autograd adds the first gradient to what is shown
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
             self._runtime.scheduler.recover(announce=False)
+            if reducer is not None:
+                reducer.shown.show()
             raise
         return loss
 

@@ -45,6 +45,8 @@ class UnitScheduler:
         self._store = store
         self._reducer = reducer
         self._order = RecordedOrder()
+        self._ahead: Unit | None = None
+        """The unit that was copied to a device last, ahead of its use."""
         self._guard = SavedTensorGuard(self._require_for_backward)
         self._tokens: dict[int, list[object]] = {unit.index: [] for unit in units}
         self._tasks_with_callback: set[int] = set()
@@ -158,7 +160,8 @@ class UnitScheduler:
         token = object()
         self._tokens[unit.index].append(token)
         self._guard.push()
-        self._acquire(unit, Phase.FORWARD)
+        in_backward = torch._C._current_graph_task_id() != -1  # recomputed, for checkpointing
+        self._acquire(unit, Phase.BACKWARD if in_backward else Phase.FORWARD)
         if torch.is_grad_enabled():
             for tensor in _tensors((args, kwargs)):
                 node = tensor.grad_fn
@@ -218,9 +221,16 @@ class UnitScheduler:
         self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(self.units))
         for position, predicted in enumerate(self._order.visit(phase, unit.index)):
             if not position and not self._store.device.is_host:
-                self.units[predicted].prefetch(self._store)
+                self._prefetch(self.units[predicted])
             if not self._read_ahead(self.units[predicted]):
                 break
+
+    def _prefetch(self, unit: Unit) -> None:
+        """Copy a unit to the device ahead; one that came before and was not used is freed."""
+        if self._ahead is not None and self._ahead is not unit:
+            self._ahead.drop_prefetched(self._store)
+        self._ahead = unit
+        unit.prefetch(self._store)
 
     def _unshard(self, unit: Unit) -> None:
         unit.unshard(self._store)
