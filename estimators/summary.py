@@ -77,8 +77,25 @@ class StepTraffic:
         return sum(self.written_bytes.values())
 
 
+class DurableBytes:
+    """What a durable run takes beside what others take."""
+
+    sub_groups: tuple[SubGroup, ...]
+    resident_copies: tuple[ResidentCopy, ...]
+
+    @property
+    def twin_bytes(self) -> int:
+        """Swap-file bytes of the second copies of what rests on NVMe."""
+        return sum(group.extent.twin_bytes for group in self.sub_groups if group.extent is not None)
+
+    @property
+    def commit_bytes(self) -> int:
+        """Bytes that a commit writes from memory, if all of it has changed."""
+        return sum(copy.size_bytes for copy in self.resident_copies)
+
+
 @dataclass(frozen=True)
-class MemoryPlan:
+class MemoryPlan(DurableBytes):
     """What rests where for one rank; the runtime allocates exactly this."""
 
     request: PlacementRequest
@@ -130,12 +147,8 @@ class MemoryPlan:
         Where parameters are kept in full, those of the other ranks lie around this rank's.
         """
         own_bytes = sum(size for _, size in self.resident_parts(tier, section, segment))
-        copies = self.request.world_size if self.is_full(section) else 1
+        copies = self.request.world_size if is_full(self.request, section) else 1
         return resident_bytes(own_bytes * copies)
-
-    def is_full(self, section: Section) -> bool:
-        """Tell whether each rank has all of a section, not just its shard."""
-        return section is Section.PARAMETER and self.request.replicates
 
     def is_in_place(self, segment: int) -> bool:
         """Tell whether the flat buffer of a segment rests as it is: nothing is ever freed."""
@@ -278,16 +291,6 @@ class MemoryPlan:
             (row for row in rows if row.size_bytes), key=lambda row: order.index(row.tier)
         )
 
-    @property
-    def twin_bytes(self) -> int:
-        """Swap-file bytes of the second copies of what rests on NVMe."""
-        return sum(group.extent.twin_bytes for group in self.sub_groups if group.extent is not None)
-
-    @property
-    def commit_bytes(self) -> int:
-        """Bytes that a commit of a durable run writes from memory, if all of it has changed."""
-        return sum(copy.size_bytes for copy in self.resident_copies)
-
     def nvme_section_bytes(self, section: Section) -> int:
         """Return the swap-file bytes of a class."""
         return sum(
@@ -295,6 +298,11 @@ class MemoryPlan:
             for group in self.sub_groups
             if group.extent is not None
         )
+
+
+def is_full(request: PlacementRequest, section: Section) -> bool:
+    """Tell whether each rank has all of a section, not just its shard."""
+    return section is Section.PARAMETER and request.replicates
 
 
 def resident_copies(plan: MemoryPlan) -> tuple[ResidentCopy, ...]:

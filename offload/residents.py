@@ -9,7 +9,7 @@ import torch
 
 from aio_ops import HostArena, Span
 from estimators import MemoryPlan, Section, SubGroup, Tier
-from estimators.summary import resident_bytes
+from estimators.summary import is_full, resident_bytes
 from offload.device import Device, DeviceMemory, Memory
 
 _MEMORY_TIERS = (Tier.DEVICE, Tier.HOST)
@@ -118,7 +118,7 @@ class Residents:
         )
         self._spans[section, segment] = span
         own_bytes = sum(size for _, size in parts)
-        offset = self._position * own_bytes if self._plan.is_full(section) else 0
+        offset = self._position * own_bytes if is_full(self._plan.request, section) else 0
         for group, size in parts:
             self._parts[section, group.index] = span.sub(offset, size)
             offset += size

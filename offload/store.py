@@ -150,7 +150,7 @@ class Store:
         self.copies = parts.kept.copies if parts.kept is not None else Copies()
         if self.swap_file is not None and plan.slots.count:
             self.slots = carve_slots(self.slot_arena, plan.slots)
-            self.transfers = self._open_transfers(self.swap_file, parts)
+            self.transfers = _open_transfers(self, self.swap_file, parts)
             self.pager = Pager(self.transfers, self.slots, self.ledger, burst=parts.burst)
         _describe(self.ledger, plan, parts.device)
 
@@ -297,14 +297,6 @@ class Store:
 
     # Internals
 
-    def _open_transfers(self, swap_file: TransferFile, parts: StoreParts) -> SlotTransfers:
-        if parts.measures_schedule and (parts.kept is None or parts.kept.is_new):
-            _measure_schedule(self.engine, swap_file, self.slot_arena)
-        copies = parts.kept.copies if parts.kept is not None else None
-        return SlotTransfers(
-            self.engine, swap_file, self.ledger, verify=parts.verify, copies=copies
-        )
-
     def _read_section(self, section: Section, segment: int, target: Memory) -> Fence:
         """Copy parameters or gradients of a whole segment into `target`."""
         groups = self.plan.by_segment[segment]
@@ -358,6 +350,13 @@ def _accumulate(
         # One rounding an element, in the gradient's type.
         elements_at(part, element, numel).add_(elements_at(earlier, element, numel))
     return store.device.copy(part, stored)
+
+
+def _open_transfers(store: Store, swap_file: TransferFile, parts: StoreParts) -> SlotTransfers:
+    if parts.measures_schedule and (parts.kept is None or parts.kept.is_new):
+        _measure_schedule(store.engine, swap_file, store.slot_arena)
+    copies = parts.kept.copies if parts.kept is not None else None
+    return SlotTransfers(store.engine, swap_file, store.ledger, verify=parts.verify, copies=copies)
 
 
 def _describe(ledger: Ledger, plan: MemoryPlan, device: Device) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from aio_ops import Engine
 from estimators import MemoryPlan, SegmentSpec
-from offload import Ledger, Store, StoreParts, load_kernels
+from offload import KeptFile, Kernels, Ledger, Store, StoreParts, load_kernels
 from zero import machine
 from zero.comm import Communicator
 from zero.devices import move_buffers
@@ -32,33 +32,11 @@ def build_runtime(
     model = describe_model(blueprint.plan.memory.request.segments)
     communicator.agree(model, "zero.initialize with a model of its own")
     kernels = load_kernels(thread_count=machine.thread_count(communicator.local_world_size))
-    plan = blueprint.plan
-    settings = blueprint.settings
-    tiers = settings.tiers
-    parts = StoreParts(
-        io,
-        plan.nvme[0].path if plan.nvme else None,
-        kernels,
-        ledger or Ledger(),
-        device=blueprint.device,
-        stripes=plan.nvme,
-        position=communicator.rank,
-        burst=tiers.write_burst,
-        verify=tiers.verify,
-        measures_schedule=tiers.measures_schedule,
-        pins_slots=settings.parameter_offload.pin_memory or settings.optimizer_offload.pin_memory,
-        kept=durable.open_file(io, plan) if durable is not None else None,
-    )
-    store = _make_store(plan.memory, parts, communicator)
+    kept = durable.open_file(io, blueprint.plan) if durable is not None else None
+    parts = _store_parts(blueprint, io, kernels, communicator, ledger, kept)
+    store = _make_store(blueprint.plan.memory, parts, communicator)
     try:
-        units = []
-        segments: list[Segment] = []
-        for index, unit in enumerate(blueprint.units):
-            own = []
-            for spec, members in unit.segments:
-                own.append(Segment(len(segments), spec, members, communicator))
-                segments.append(own[-1])
-            units.append(Unit(index, unit.name, unit.module, own))
+        units, segments = _make_units(blueprint, communicator)
         reducer = (
             GradientReducer(segments, store, kernels, communicator)
             if blueprint.optimizer is not None
@@ -84,6 +62,20 @@ def build_runtime(
     return runtime
 
 
+def _make_units(
+    blueprint: Blueprint, communicator: Communicator
+) -> tuple[list[Unit], list[Segment]]:
+    units = []
+    segments: list[Segment] = []
+    for index, unit in enumerate(blueprint.units):
+        own = []
+        for spec, members in unit.segments:
+            own.append(Segment(len(segments), spec, members, communicator))
+            segments.append(own[-1])
+        units.append(Unit(index, unit.name, unit.module, own))
+    return units, segments
+
+
 def _make_store(plan: MemoryPlan, parts: StoreParts, communicator: Communicator) -> Store:
     """Make the tiers, on all ranks or on none."""
     store: Store | None = None
@@ -101,6 +93,33 @@ def _make_store(plan: MemoryPlan, parts: StoreParts, communicator: Communicator)
     if store is None:
         raise RuntimeError("no tiers were made, and nothing says why")
     return store
+
+
+def _store_parts(
+    blueprint: Blueprint,
+    io: Engine,
+    kernels: Kernels,
+    communicator: Communicator,
+    ledger: Ledger | None,
+    kept: KeptFile | None,
+) -> StoreParts:
+    """Return what a store works with; `kept` is the swap file of a durable run."""
+    plan, settings = blueprint.plan, blueprint.settings
+    tiers = settings.tiers
+    return StoreParts(
+        io,
+        plan.nvme[0].path if plan.nvme else None,
+        kernels,
+        ledger or Ledger(),
+        device=blueprint.device,
+        stripes=plan.nvme,
+        position=communicator.rank,
+        burst=tiers.write_burst,
+        verify=tiers.verify,
+        measures_schedule=tiers.measures_schedule,
+        pins_slots=settings.parameter_offload.pin_memory or settings.optimizer_offload.pin_memory,
+        kept=kept,
+    )
 
 
 def describe_model(segments: Sequence[SegmentSpec]) -> int:

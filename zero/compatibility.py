@@ -79,9 +79,7 @@ def initialize(
     durable, io = None, io_engine
     try:
         io = io or open_io_engine(settings)
-        durable = DurableRun.begin(
-            settings, model, communicator, io, trains=own_optimizer is not None
-        )
+        durable = DurableRun.begin(settings, model, communicator, io, own_optimizer)
         blueprint = make_blueprint(
             model,
             settings,

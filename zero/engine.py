@@ -300,6 +300,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self._runtime.store.heap.trim()
         if self.durable is not None:
             self.durable.close()
+        self._runtime.communicator.close()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         if self.durable is not None:

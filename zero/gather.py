@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload import Field
-from zero.late import Checksums
+from zero.late import Checksums, differing_members
 from zero.nursery import NurserySource
 from zero.parameter import reference_of
 from zero.runtime import Runtime
@@ -108,7 +108,7 @@ class GatheredParameters:
                     continue
                 changed = segment.changed(self._versions[id(segment)])
                 if not changed:
-                    changed = segment.differing(self._checksums[id(segment)])
+                    changed = differing_members(segment, self._checksums[id(segment)])
                 if changed:
                     lost.extend(member.name for member in changed)
                     self._undo(runtime, segment)
@@ -170,7 +170,7 @@ class GatheredParameters:
         runtime.communicator.broadcast(segment.flat, modifier_rank)
         changed = segment.changed(self._versions[id(segment)])
         changed += self._earlier[id(segment)]
-        changed += segment.differing(self._checksums[id(segment)])
+        changed += differing_members(segment, self._checksums[id(segment)])
         orders = {member.order for member in changed}
         distinct = [member for member in segment.members if member.order in orders]
         if distinct:

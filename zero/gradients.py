@@ -1,10 +1,14 @@
 """Gradients on their way from autograd to the shards.
 
 [Note: gradient path] A post-accumulate hook moves each gradient from `parameter.grad` into the flat
-scratch of its segment. When all have arrived, or the backward ends, the scratch is reduce-scattered
-over the ranks, averaged, added to what the window has accumulated, and the squared norms of the sum
-are taken over this rank's pieces. So a norm never depends on tiers, slots or sub-groups. Where
-nothing moves, the tensors that autograd made are kept instead, see `zero/kept.py`.
+scratch of its segment. When the unit's backward or the whole one ends, the scratch is reduce-
+scattered over the ranks, averaged, added to what the window has accumulated, and the squared norms
+of the sum are taken over this rank's pieces. So a norm never depends on tiers, slots or sub-groups.
+Where nothing moves, the tensors that autograd made are kept instead, see `zero/kept.py`.
+
+[Note: missing gradients] Ranks may use different parts of a unit: experts, branches, layers that a
+batch skips. So several ranks reduce at the ends alone, where they first tell each other which
+segments got anything; a rank that has nothing for one gives zeros.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from estimators.summary import GRADIENT_SCRATCH
-from offload import Kernels, Ledger, Store, add_block_sums, array_at, tensor_span
+from offload import Kernels, Ledger, Store
 from offload.arrays import torch_dtype
 from offload.device import PASSED, Fence
 from offload.ledger import Activity
@@ -25,6 +29,7 @@ from zero.hooks import ModuleHook
 from zero.kept import KeptGradients
 from zero.parameter import take_gradient
 from zero.shown import ShownGradients
+from zero.squares import SquaredNorms
 from zero.unit import Segment
 
 
@@ -40,19 +45,13 @@ class GradientReducer:
     ) -> None:
         self._store = store
         self._ledger: Ledger = store.ledger
-        self._kernels = kernels
         self._communicator = communicator
         self._all_segments = tuple(segments)
         self._segments = [segment for segment in segments if segment.spec.trainable]
         self._on_arrival: Callable[[], None] | None = None
         self._scratch: dict[int, torch.Tensor] = {}
         self._arrived: dict[int, set[int]] = {}
-        parameter_count = 1 + max(
-            (member.order for segment in segments for member in segment.members), default=-1
-        )
-        self._squares = torch.zeros(parameter_count, dtype=torch.float64)
-        self._device_squares: dict[int, torch.Tensor] = {}
-        """Sums of blocks by parameter, on a device, that are not in `_squares` yet."""
+        self._squares = SquaredNorms(segments, store, kernels)
         self._leaving: collections.deque[tuple[torch.Tensor, Fence]] = collections.deque()
         """Unsharded gradients that are being copied from a device, see [Note: copies]."""
         self._names = {
@@ -83,15 +82,22 @@ class GradientReducer:
     def flush(self, segments: Sequence[Segment] | None = None) -> None:
         """Reduce what has arrived and is not reduced yet, in segment order.
 
-        Every rank must have used the same parameters, as the reduction is a collective.
+        What has arrived on any rank is reduced on all, see [Note: missing gradients].
 
         Args:
             segments: the segments to look at; all of them by default.
         """
-        for segment in self._segments if segments is None else segments:
-            if segment.index in self._scratch:
+        looked_at = {segment.index for segment in segments or self._segments}
+        place = -1 if segments is None else min(looked_at, default=-1)
+        wanted = [
+            each.index in looked_at and each.index in self._scratch for each in self._segments
+        ]
+        union = self._communicator.union(place, wanted, "the end of a backward")
+        for segment, is_wanted in zip(self._segments, union, strict=True):
+            if is_wanted:
+                self._scratch_of(segment)
                 self._reduce(segment)
-            else:
+            elif segment.index in looked_at:
                 self.kept.merge(segment)
         if segments is None:
             self._let_leave(0)
@@ -120,10 +126,9 @@ class GradientReducer:
             elif segment.index in self._unmeasured:
                 self._measure(segment)
             if not self._store.has_gradient(segment.index):
-                for position in range(len(segment.members)):
-                    self._note_block_sums(segment, position, None, 0)
-        self._fetch_squares()
-        rows = self._communicator.gather_rows(self._squares)
+                self._squares.clear(segment)
+        self._communicator.join("a step")
+        rows = self._communicator.gather_rows(self._squares.rows())
         bad = torch.nonzero(~torch.isfinite(rows).all(0)).reshape(-1).tolist()
         self._not_finite = [self._names[order] for order in bad]
         total = 0.0
@@ -158,6 +163,20 @@ class GradientReducer:
         gradient = take_gradient(parameter)
         if gradient is None:
             return
+        scratch = self._scratch_of(segment)
+        arrived = self._arrived[segment.index]
+        offset, numel = segment.layout.offsets[position], segment.layout.numels[position]
+        target = scratch[offset : offset + numel].view(gradient.shape)
+        if position in arrived:  # a nested backward delivers a reused parameter once each
+            target.add_(gradient.detach())
+        else:
+            target.copy_(gradient.detach())
+            arrived.add(position)
+        if len(arrived) == len(segment.members) and self._communicator.world_size == 1:
+            self._reduce(segment)
+
+    def _scratch_of(self, segment: Segment) -> torch.Tensor:
+        """Return where the gradients of the running backward are collected, zero at first."""
         scratch = self._scratch.get(segment.index)
         if scratch is None:
             self._let_leave(1)
@@ -168,16 +187,7 @@ class GradientReducer:
             held = sum(each.nbytes for each in self._scratch.values())
             held += sum(each.nbytes for each, _ in self._leaving)
             self._ledger.observe(GRADIENT_SCRATCH, held)
-        arrived = self._arrived[segment.index]
-        offset, numel = segment.layout.offsets[position], segment.layout.numels[position]
-        target = scratch[offset : offset + numel].view(gradient.shape)
-        if position in arrived:  # a nested backward delivers a reused parameter once each
-            target.add_(gradient.detach())
-        else:
-            target.copy_(gradient.detach())
-            arrived.add(position)
-        if len(arrived) == len(segment.members):
-            self._reduce(segment)
+        return scratch
 
     def _reduce(self, segment: Segment) -> None:
         scratch = self._scratch.pop(segment.index)
@@ -185,7 +195,6 @@ class GradientReducer:
         if not scratch.numel():
             return
         with self._ledger.timing(Activity.COLLECTIVE):
-            self._communicator.agree(segment.index, f"the gradients of unit {segment.spec.unit}")
             shard = self._communicator.reduce_scatter_in_place(scratch)
             if self._communicator.world_size > 1:
                 shard.div_(self._communicator.world_size)
@@ -194,26 +203,16 @@ class GradientReducer:
         device = self._store.device
         with device.marking(f"gradients of {segment.spec.unit}"):
             fence = self._store.add_gradient(segment.index, device.memory_of(shard))
-            self._note_squares(segment, shard)
+            self._squares.measure_shard(segment, shard)
+        self._unmeasured.discard(segment.index)
         if fence is not PASSED:
             self._leaving.append((scratch, fence))
 
     def _measure_kept(self, segment: Segment) -> None:
         """Take the norms of gradients that are at their parameters now."""
         self.kept.count(segment)
-        if not self._store.device.is_host:
-            for position in range(len(segment.members)):
-                self._note_block_sums(segment, position, self.kept.gradient(segment, position), 0)
-            return
-        for position, member in enumerate(segment.members):
-            gradient = self.kept.gradient(segment, position)
-            self._squares[member.order] = (
-                self._kernels.sum_squares(
-                    array_at(tensor_span(gradient), segment.spec.gradient, gradient.numel()), 0
-                )
-                if gradient is not None and gradient.numel()
-                else 0.0
-            )
+        positions = range(len(segment.members))
+        self._squares.measure(segment, [self.kept.gradient(segment, each) for each in positions])
 
     def note_set(self, segment: Segment) -> None:
         """Have the norm of a segment's gradients taken anew at the step: somebody has set them."""
@@ -246,53 +245,10 @@ class GradientReducer:
         shard = device.zeros(segment.layout.shard_numel, torch_dtype(segment.spec.gradient))
         if shard.numel():
             device.join(self._store.read_gradient(segment.index, device.memory_of(shard)))
-        self._note_squares(segment, shard)
+        self._squares.measure_shard(segment, shard)
+        self._unmeasured.discard(segment.index)
 
     def _let_leave(self, count: int) -> None:
         """Free unsharded gradients that were copied to host memory, all but the last `count`."""
         while len(self._leaving) > count:
             self._store.device.join(self._leaving.popleft()[1])
-
-    def _note_squares(self, segment: Segment, shard: torch.Tensor) -> None:
-        self._unmeasured.discard(segment.index)
-        if not self._store.device.is_host:
-            self._note_device_squares(segment, shard)
-            return
-        span = tensor_span(shard)
-        element_bytes = segment.spec.gradient.size_bytes
-        squares = dict.fromkeys(range(len(segment.members)), 0.0)
-        for piece in segment.pieces:
-            part = span.sub(piece.start * element_bytes, piece.numel * element_bytes)
-            values = array_at(part, segment.spec.gradient, piece.numel)
-            squares[piece.index] = self._kernels.sum_squares(values, piece.first)
-        for position, square in squares.items():
-            self._squares[segment.members[position].order] = square
-
-    def _note_device_squares(self, segment: Segment, shard: torch.Tensor) -> None:
-        """Sum the squares where the gradients are; the host asks for them at the step."""
-        for position in range(len(segment.members)):
-            self._note_block_sums(segment, position, None, 0)
-        for piece in segment.pieces:
-            values = shard[piece.start : piece.start + piece.numel]
-            self._note_block_sums(segment, piece.index, values, piece.first)
-
-    def _note_block_sums(
-        self, segment: Segment, position: int, values: torch.Tensor | None, first: int
-    ) -> None:
-        order = segment.members[position].order
-        self._squares[order] = 0.0
-        self._device_squares.pop(order, None)
-        if values is not None and values.numel():
-            self._device_squares[order] = self._store.device_kernels.block_sums(values, first)
-
-    def _fetch_squares(self) -> None:
-        """Bring the sums of all blocks to the host at once, and add those of each parameter."""
-        if not self._device_squares:
-            return
-        sums = torch.cat(list(self._device_squares.values())).tolist()
-        start = 0
-        for order, blocks in self._device_squares.items():
-            stop = start + blocks.numel()
-            self._squares[order] = add_block_sums(sums[start:stop])
-            start = stop
-        self._device_squares.clear()

@@ -14,6 +14,7 @@ import torch
 
 if TYPE_CHECKING:
     from zero.unit import Segment
+    from zero.units import ManagedParameter
 
 Checksums: TypeAlias = list[int] | torch.Tensor
 """One of each parameter; on a device they stay there until they are compared."""
@@ -30,6 +31,12 @@ def differing(segment: Segment, old: Checksums, positions: Sequence[int]) -> lis
     else:
         found = [old[each] != value for each, value in zip(positions, new, strict=True)]
     return [each for each, is_new in zip(positions, found, strict=True) if is_new]
+
+
+def differing_members(segment: Segment, checksums: Checksums) -> list[ManagedParameter]:
+    """Return the parameters whose values have another checksum now."""
+    positions = range(len(segment.members))
+    return [segment.members[each] for each in differing(segment, checksums, positions)]
 
 
 def require_no_late_differences(segments: Sequence[Segment]) -> None:

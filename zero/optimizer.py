@@ -9,7 +9,7 @@ from typing import Any, overload
 
 import torch
 
-from estimators import UpdateRule
+from estimators import GenericRule, UpdateRule
 from offload import GenericStep, UpdateScalars
 from zero.config.names import GENERIC_OPTIMIZERS as GENERIC_NAMES
 from zero.errors import ConfigError
@@ -192,6 +192,17 @@ def make_optimizer(
     made = ZeroOptimizer(groups, defaults, fused)
     _check_membership(model, made)
     return made
+
+
+def rule_of(named: NamedFactory | None) -> UpdateRule | GenericRule:
+    """Return what the optimizer of a configuration keeps of each parameter, AdamW without one."""
+    if named is None:
+        return UpdateRule.ADAMW
+    fused = fused_by_name(named.type_name)
+    if fused is not None:
+        return fused.rule
+    trial = torch.nn.Parameter(torch.zeros(1))
+    return GenericOptimizer(_torch_optimizer(named, [trial])).rule
 
 
 def _torch_optimizer(named: NamedFactory, groups: list[Any]) -> torch.optim.Optimizer:

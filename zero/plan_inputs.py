@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from estimators import DriveRates, ElementType, StateFormat, Tier, UpdateRule
+from estimators import DriveRates, ElementType, StateFormat, Tier
 from estimators.activations import AttentionKind, Batch
 from estimators.command import is_function
 from estimators.fit import budget_of
@@ -19,9 +19,9 @@ from zero import machine
 from zero.config import ConfigError, load_config
 from zero.config.loading import ConfigWarning
 from zero.model_functions import build_on_meta, shape_of
+from zero.optimizer import rule_of
 from zero.settings import NvmeSettings, Settings
 from zero.swap_paths import nvme_budget
-from zero.update_rules import fused_by_name
 
 ELEMENTS = {"bf16": ElementType.BF16, "fp16": ElementType.FP16, "fp32": ElementType.FP32}
 TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
@@ -156,19 +156,13 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         else tiers.device_memory_bytes // node.gpus,
         updates_on_device=tiers.update_device != "cpu",
         stage=settings.stage,
-        rule=_rule(settings),
+        rule=rule_of(settings.optimizer),
         format_overrides=tuple(
             (each.pattern, each.state_format) for each in tiers.format_overrides
         ),
         is_durable=tiers.durable is not None,
         commit_steps=tiers.durable.every_steps if tiers.durable is not None else 1,
     )
-
-
-def _rule(settings: Settings) -> UpdateRule:
-    """Return what the optimizer keeps of a parameter; one that is passed as an object is AdamW."""
-    found = fused_by_name(settings.optimizer.type_name) if settings.optimizer is not None else None
-    return found.rule if found is not None else UpdateRule.ADAMW
 
 
 def _with_given(

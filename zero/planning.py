@@ -203,40 +203,15 @@ def make_blueprint(
         changes.numels,
         changes.replaced,
         choose_formats(model, settings),
+        world_size,
     )
-    rule = optimizer.fused.rule if optimizer is not None else UpdateRule.ADAMW
-    request = PlacementRequest(
-        segments=tuple(spec for unit in units for spec, _ in unit.segments),
-        world_size=world_size,
-        parameter_tier=settings.parameter_offload.tier,
-        optimizer_tier=settings.optimizer_offload.tier,
-        state_format=settings.tiers.state_format,
-        sub_group_numel=settings.sub_group_numel,
-        alignment_bytes=NVME_ALIGNMENT_BYTES,
-        trains=optimizer is not None,
-        max_host_parameter_numel=(
-            settings.parameter_offload.max_host_numel // local_world_size
-            if settings.parameter_offload.max_host_numel is not None
-            else None
-        ),
-        start_bytes=start_bytes(units, world_size) if device.is_host else 0,
-        slot_count=settings.tiers.slot_count,
-        micro_batches=settings.batch.accumulation_steps,
-        rates=(
-            changes.recalled.rates
-            if changes.recalled.held_bytes is not None
-            else drive_rates(settings, engine, local_world_size)
-        ),
-        durable=settings.tiers.durable is not None,
-        device_is_host=device.is_host,
-        update_on_device=(
-            not device.is_host
-            and settings.tiers.update_device != "cpu"
-            and isinstance(rule, UpdateRule)
-        ),
-        replicates=settings.stage < 3,
-        rule=rule,
+    rates = (
+        changes.recalled.rates
+        if changes.recalled.held_bytes is not None
+        else drive_rates(settings, engine, local_world_size)
     )
+    ranks = world_size, local_world_size
+    request = _placement_request(settings, optimizer, units, device, ranks, rates)
     budget, source = _budget(request, settings, local_world_size, changes.recalled)
     memory = plan_placement(request, budget)
     held = changes.recalled.held_bytes
@@ -254,6 +229,46 @@ def make_blueprint(
         rss_at_start_bytes=process_bytes("VmRSS")["VmRSS"],
     )
     return Blueprint(settings, plan, units, optimizer, device, groups)
+
+
+def _placement_request(
+    settings: Settings,
+    optimizer: ZeroOptimizer | None,
+    units: Sequence[UnitBlueprint],
+    device: Device,
+    ranks: tuple[int, int],
+    rates: DriveRates | None,
+) -> PlacementRequest:
+    """Return what placement goes by; `ranks` are those of the run and those of this node."""
+    world_size, local_world_size = ranks
+    rule = optimizer.fused.rule if optimizer is not None else UpdateRule.ADAMW
+    max_host_numel = settings.parameter_offload.max_host_numel
+    return PlacementRequest(
+        segments=tuple(spec for unit in units for spec, _ in unit.segments),
+        world_size=world_size,
+        parameter_tier=settings.parameter_offload.tier,
+        optimizer_tier=settings.optimizer_offload.tier,
+        state_format=settings.tiers.state_format,
+        sub_group_numel=settings.sub_group_numel,
+        alignment_bytes=NVME_ALIGNMENT_BYTES,
+        trains=optimizer is not None,
+        max_host_parameter_numel=(
+            max_host_numel // local_world_size if max_host_numel is not None else None
+        ),
+        start_bytes=start_bytes(units, world_size) if device.is_host else 0,
+        slot_count=settings.tiers.slot_count,
+        micro_batches=settings.batch.accumulation_steps,
+        rates=rates,
+        durable=settings.tiers.durable is not None,
+        device_is_host=device.is_host,
+        update_on_device=(
+            not device.is_host
+            and settings.tiers.update_device != "cpu"
+            and isinstance(rule, UpdateRule)
+        ),
+        replicates=settings.stage < 3,
+        rule=rule,
+    )
 
 
 def _check_device(device: Device, settings: Settings, world_size: int) -> None:

@@ -219,11 +219,6 @@ class Segment:
             self._device_checksums = checksums_of(self.flat, self.layout)
         return checksums(self.flat, self.layout, positions, self._device_checksums)
 
-    def differing(self, checksums: Checksums) -> list[ManagedParameter]:
-        """Return the parameters whose values have another checksum now."""
-        positions = range(len(self.members))
-        return [self.members[each] for each in differing(self, checksums, positions)]
-
     def collect_strays(self) -> None:
         """Copy the values of parameters that were moved off the flat buffer back into it.
 

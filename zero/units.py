@@ -51,15 +51,20 @@ class UnitBlueprint:
     segments: tuple[tuple[SegmentSpec, tuple[ManagedParameter, ...]], ...]
 
 
-def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def find_blocks(model: nn.Module, world_size: int = 1) -> list[tuple[str, nn.Module]]:
     """Return the repeated blocks: children of one container that share a class and hold parameters.
 
-    The outermost repetition counts; blocks within a block belong to it.
+    The outermost repetition counts; blocks within a block belong to it. Experts, which are the
+    children of a container whose name says so, are blocks on one rank alone: several ranks route
+    differently, but must unshard the same things at the same time, so there experts belong to what
+    is around them.
     """
     blocks: list[tuple[str, nn.Module]] = []
     pending: list[tuple[str, nn.Module]] = [("", model)]
     while pending:
         prefix, module = pending.pop(0)
+        if world_size > 1 and "expert" in prefix.rstrip(".").rpartition(".")[2].lower():
+            continue
         is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         children = [
             (f"{prefix}{name}", child)
@@ -83,6 +88,7 @@ def form_units(
     numels: Mapping[int, int] | None = None,
     replaced: object = None,
     format_of: Callable[[str, nn.Parameter], StateFormat | None] = lambda *_: None,
+    world_size: int = 1,
 ) -> list[UnitBlueprint]:
     """Return the units of a model, the root unit first; a shared parameter belongs to the root.
 
@@ -95,12 +101,13 @@ def form_units(
         replaced: the runtime that holds the parameters now and is about to be replaced, or None.
         format_of: tells from a parameter's name and the parameter how its state is stored, None
             being as in the rest of the model.
+        world_size: ranks that share the model, see `find_blocks`.
 
     Raises:
         ConfigError: if a parameter has a type that cannot be trained, or shares memory.
     """
     _check_shared_memory(model)
-    blocks = find_blocks(model)
+    blocks = find_blocks(model, world_size)
     owners = _owners(model, [block for _, block in blocks])
     group_of = {id(each): index for index, group in enumerate(groups) for each in group}
     members: list[list[ManagedParameter]] = [[] for _ in range(len(blocks) + 1)]

@@ -72,7 +72,7 @@ def _nvme_entries(document: Mapping[str, Any], entries: list[dict[str, Any]]) ->
 def _follow(merged: dict[str, Any], paths: list[str]) -> None:
     """Let the field's own key name a directory of these where it names one: it has no effect."""
     zero = merged.get("zero_optimization")
-    if zero is None:
+    if zero is None or isinstance(zero, bool):  # the field's oldest form: true is stage 1
         return
     if not isinstance(zero, dict):
         said = json.dumps(zero)

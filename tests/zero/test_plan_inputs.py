@@ -149,8 +149,8 @@ def changed(config: dict[str, Any], what: str) -> dict[str, Any]:
     match what:
         case "stage 2":
             config["zero_optimization"] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-        case "Lion":
-            config["optimizer"] = {"type": "Lion", "params": {"lr": 1e-4}}
+        case "Lion" | "RMSprop":
+            config["optimizer"] = {"type": what, "params": {"lr": 1e-4}}
         case "durable":
             config["tiers"]["durable"] = {"name": "run", "every_steps": 5}
         case "overrides":
@@ -165,7 +165,9 @@ def changed(config: dict[str, Any], what: str) -> dict[str, Any]:
 
 
 @pytest.mark.nvme
-@pytest.mark.parametrize("what", ["bf16", "compact", "overrides", "Lion", "durable", "stage 2"])
+@pytest.mark.parametrize(
+    "what", ["bf16", "compact", "overrides", "Lion", "RMSprop", "durable", "stage 2"]
+)
 def test_formats_optimizers_and_stages_are_planned_as_they_are_placed(
     what: str, scratch: Path, tmp_path: Path
 ) -> None:

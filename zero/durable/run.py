@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from aio_ops import Engine, RunInUseError
+from estimators import UpdateRule
 from offload import (
     Commit,
     CommitName,
@@ -47,6 +48,7 @@ from zero.durable.protocol import (
 from zero.durable.reports import CommitReport, Resumed
 from zero.durable.signals import TerminationWatch
 from zero.errors import ConfigError
+from zero.optimizer import ZeroOptimizer
 from zero.planning import Plan, Recalled
 from zero.run_state import capture, model_hash, require_same_model, restore
 from zero.settings import Settings
@@ -103,8 +105,7 @@ class DurableRun:
         model: nn.Module,
         communicator: Communicator,
         io: Engine,
-        *,
-        trains: bool,
+        optimizer: ZeroOptimizer | None,
     ) -> DurableRun | None:
         """Find the run that the settings name, and decide whether it is resumed; a collective.
 
@@ -117,10 +118,16 @@ class DurableRun:
         durable = settings.tiers.durable
         if durable is None:
             return None
-        if not trains:
+        if optimizer is None:
             raise ConfigError(
                 f"tiers.durable: the run {durable.name!r} has no optimizer, so it makes no steps to"
                 " commit; pass an optimizer, or remove tiers.durable"
+            )
+        if not isinstance(optimizer.fused.rule, UpdateRule):
+            raise ConfigError(
+                f"tiers.durable: {optimizer.fused.name} carries more from step to step than a"
+                " commit keeps, so the run could not be resumed; use an optimizer with a kernel"
+                f" ({', '.join(rule.value for rule in UpdateRule)}), or remove tiers.durable"
             )
         run, error = None, ""
         try:
