@@ -339,8 +339,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             self._history.updates + 1, coefficient / self.loss_scaler.cur_scale, self._groups
         )
         segments = self._runtime.segments
-        for unit in self._runtime.units:
-            unit.drop_prefetched(self._runtime.store)
+        self._runtime.scheduler.ahead.drop(self._runtime.store)
         for segment in segments:
             segment.commit(self._runtime.store)
         reducer = self._runtime.reducer

@@ -24,6 +24,7 @@ from torch import nn
 
 from estimators.summary import LIVE_PARAMETERS
 from offload import Store
+from zero.coming import UnitAhead
 from zero.gradients import GradientReducer
 from zero.guard import SavedTensorGuard
 from zero.hooks import ModuleHook
@@ -45,8 +46,7 @@ class UnitScheduler:
         self._store = store
         self._reducer = reducer
         self._order = RecordedOrder()
-        self._ahead: Unit | None = None
-        """The unit that was copied to a device last, ahead of its use."""
+        self.ahead = UnitAhead()
         self._guard = SavedTensorGuard(self._require_for_backward)
         self._tokens: dict[int, list[object]] = {unit.index: [] for unit in units}
         self._tasks_with_callback: set[int] = set()
@@ -123,8 +123,7 @@ class UnitScheduler:
             failed = True
             self._reducer.abandon()
         self._guard.pop_all()
-        for unit in self.units:
-            unit.drop_prefetched(self._store)
+        self.ahead.drop(self._store)
         self._forward_thread = None
         if failed or self._in_forward:
             self._store.reclaim()
@@ -221,16 +220,9 @@ class UnitScheduler:
         self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(self.units))
         for position, predicted in enumerate(self._order.visit(phase, unit.index)):
             if not position and not self._store.device.is_host:
-                self._prefetch(self.units[predicted])
+                self.ahead.start(self.units[predicted], self._store)
             if not self._read_ahead(self.units[predicted]):
                 break
-
-    def _prefetch(self, unit: Unit) -> None:
-        """Copy a unit to the device ahead; one that came before and was not used is freed."""
-        if self._ahead is not None and self._ahead is not unit:
-            self._ahead.drop_prefetched(self._store)
-        self._ahead = unit
-        unit.prefetch(self._store)
 
     def _unshard(self, unit: Unit) -> None:
         unit.unshard(self._store)
