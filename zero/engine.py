@@ -170,10 +170,15 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             )
         refuse_set_gradients(self._runtime)
         scaled = self.scale(loss / self.gradient_accumulation_steps())
+        reducer = self._runtime.reducer
         try:
+            if reducer is not None:
+                reducer.shown.withdraw()  # or autograd adds the first gradient to what is shown
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
             self._runtime.scheduler.recover(announce=False)
+            if reducer is not None:
+                reducer.shown.show()
             raise
         return loss
 
@@ -334,8 +339,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             self._history.updates + 1, coefficient / self.loss_scaler.cur_scale, self._groups
         )
         segments = self._runtime.segments
-        for unit in self._runtime.units:
-            unit.drop_prefetched(self._runtime.store)
+        self._runtime.scheduler.ahead.drop(self._runtime.store)
         for segment in segments:
             segment.commit(self._runtime.store)
         reducer = self._runtime.reducer

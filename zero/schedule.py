@@ -24,6 +24,7 @@ from torch import nn
 
 from estimators.summary import LIVE_PARAMETERS
 from offload import Store
+from zero.coming import UnitAhead
 from zero.gradients import GradientReducer
 from zero.guard import SavedTensorGuard
 from zero.hooks import ModuleHook
@@ -45,6 +46,7 @@ class UnitScheduler:
         self._store = store
         self._reducer = reducer
         self._order = RecordedOrder()
+        self.ahead = UnitAhead()
         self._guard = SavedTensorGuard(self._require_for_backward)
         self._tokens: dict[int, list[object]] = {unit.index: [] for unit in units}
         self._tasks_with_callback: set[int] = set()
@@ -121,8 +123,7 @@ class UnitScheduler:
             failed = True
             self._reducer.abandon()
         self._guard.pop_all()
-        for unit in self.units:
-            unit.drop_prefetched(self._store)
+        self.ahead.drop(self._store)
         self._forward_thread = None
         if failed or self._in_forward:
             self._store.reclaim()
@@ -158,7 +159,8 @@ class UnitScheduler:
         token = object()
         self._tokens[unit.index].append(token)
         self._guard.push()
-        self._acquire(unit, Phase.FORWARD)
+        in_backward = torch._C._current_graph_task_id() != -1  # recomputed, for checkpointing
+        self._acquire(unit, Phase.BACKWARD if in_backward else Phase.FORWARD)
         if torch.is_grad_enabled():
             for tensor in _tensors((args, kwargs)):
                 node = tensor.grad_fn
@@ -218,7 +220,7 @@ class UnitScheduler:
         self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(self.units))
         for position, predicted in enumerate(self._order.visit(phase, unit.index)):
             if not position and not self._store.device.is_host:
-                self.units[predicted].prefetch(self._store)
+                self.ahead.start(self.units[predicted], self._store)
             if not self._read_ahead(self.units[predicted]):
                 break
 
