@@ -17,7 +17,7 @@ from zero.gradients import GradientReducer
 from zero.materialize import InitFunction, seal_units
 from zero.planning import Blueprint
 from zero.runtime import Runtime
-from zero.schedule import UnitScheduler
+from zero.schedule import PrefetchLimits, UnitScheduler
 from zero.settings import Settings
 from zero.unit import Segment, Unit
 
@@ -69,7 +69,12 @@ def build_runtime(
             kernels,
             communicator,
             reducer,
-            UnitScheduler(units, store, reducer),
+            UnitScheduler(
+                units,
+                store,
+                reducer,
+                PrefetchLimits(settings.prefetch_numel, settings.live_numel),
+            ),
         )
         seal_units(runtime, init_fn)
     except BaseException:
