@@ -16,6 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -36,13 +37,30 @@ _UNTIL_NEXT_FORWARD = -2
 """Task id of holds that a backward with `create_graph=True` needs after it has ended."""
 
 
+READ_AHEAD = "parameters read ahead (peak)"
+"""What the ledger calls the most bytes that were read ahead of the unit in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchLimits:
+    """How many parameters may be read ahead."""
+
+    prefetch_numel: int
+    live_numel: int
+
+
 class UnitScheduler:
     """Owns the units of one engine, their hooks and their holds."""
 
     def __init__(
-        self, units: Sequence[Unit], store: Store, reducer: GradientReducer | None
+        self,
+        units: Sequence[Unit],
+        store: Store,
+        reducer: GradientReducer | None,
+        limits: PrefetchLimits,
     ) -> None:
         self.units = tuple(units)
+        self._limits = limits
         self._store = store
         self._reducer = reducer
         self._order = RecordedOrder()
@@ -218,11 +236,22 @@ class UnitScheduler:
     def _acquire(self, unit: Unit, phase: Phase) -> None:
         self._unshard(unit)
         self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(self.units))
+        spare = self._limits.live_numel - sum(
+            each.numel for each in self.units if each.moves and each.is_unsharded
+        )
+        spare = min(spare, self._limits.prefetch_numel)
+        ahead_bytes = 0
         for position, predicted in enumerate(self._order.visit(phase, unit.index)):
-            if not position and not self._store.device.is_host:
-                self.ahead.start(self.units[predicted], self._store)
-            if not self._read_ahead(self.units[predicted]):
+            following = self.units[predicted]
+            spare -= following.numel
+            if spare < 0:
                 break
+            if not position and not self._store.device.is_host:
+                self.ahead.start(following, self._store)
+            if not self._read_ahead(following):
+                break
+            ahead_bytes += following.shard_bytes
+            self._store.ledger.observe(READ_AHEAD, ahead_bytes)
 
     def _unshard(self, unit: Unit) -> None:
         unit.unshard(self._store)
