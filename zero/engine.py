@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -313,18 +313,6 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             dist.destroy_process_group()
         if self.durable is not None:
             self.durable.deliver_pending()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(
-            "an engine cannot be copied: its state lives in files and pinned memory; copy"
-            " engine.module, which gives a plain model with the full values"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "an engine cannot be pickled: its state lives in files and pinned memory; pickle"
-            " engine.module, or save engine.module.state_dict()"
-        )
 
     def __getattr__(self, name: str) -> Any:
         """Look up what the engine lacks on the model."""
