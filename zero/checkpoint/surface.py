@@ -33,6 +33,7 @@ from zero.checkpoint.manifest import (
 )
 from zero.checkpoint.save import Save, SaveRequest, agree, open_disk_engine
 from zero.errors import CheckpointError, RunStateError
+from zero.generic import refuse_generic
 from zero.integrity import adopt_replaced
 from zero.optimizer import UpdateGroup, update_groups
 from zero.parameter import reference_of
@@ -67,6 +68,8 @@ class LoadRequest:
 def save_checkpoint(engine: ZeroEngine, request: SaveRequest, *, blocking: bool) -> None:
     """Save a checkpoint; a collective. Without `blocking` a thread goes on with it."""
     wait_for_checkpoint(engine)
+    if engine.optimizer is not None and engine._history.updates:
+        refuse_generic(engine.optimizer.fused, "save_checkpoint")
     _come_to_rest(engine)
     save = Save(engine, request)
     runtime = engine._runtime
