@@ -179,6 +179,7 @@ class GradientReducer:
         """Return where the gradients of the running backward are collected, zero at first."""
         scratch = self._scratch.get(segment.index)
         if scratch is None:
+            self._make_room(segment)
             self._let_leave(1)
             dtype = torch_dtype(segment.spec.gradient)
             scratch = self._store.device.zeros(segment.layout.padded_numel, dtype)
@@ -188,6 +189,18 @@ class GradientReducer:
             held += sum(each.nbytes for each, _ in self._leaving)
             self._ledger.observe(GRADIENT_SCRATCH, held)
         return scratch
+
+    def _make_room(self, segment: Segment) -> None:
+        """Reduce what waits for parameters that a step may not use at all, oldest first.
+
+        Only one rank may do so when it likes: several reduce at the same time.
+        """
+        needed = segment.layout.padded_numel * segment.spec.gradient.size_bytes
+        while self._scratch and self._communicator.world_size == 1:
+            held = sum(each.nbytes for each in self._scratch.values())
+            if held + needed <= self._store.plan.gradient_scratch_bytes:
+                return
+            self._reduce(self._all_segments[next(iter(self._scratch))])
 
     def _reduce(self, segment: Segment) -> None:
         scratch = self._scratch.pop(segment.index)

@@ -4,8 +4,9 @@
 `.grad` is read. Where its gradient rests in another tier, `.grad` is a `ShardedView` of it from the
 end of a backward on, so that `clip_grad_norm_` and the like see and change the true one. What a
 user puts there instead is the whole truth, None included, and is taken over before the next
-gradient arrives, and at the step. Views are withdrawn when the first gradient of a backward
-arrives; what autograd has added to the first one by then is in the store already.
+gradient arrives, and at the step. `engine.backward` withdraws views before it begins. In a plain
+`loss.backward()` they are withdrawn when the first gradient arrives; what autograd has added to the
+first one by then is in the store already, at the price of a read and a write more.
 """
 
 from __future__ import annotations
