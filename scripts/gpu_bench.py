@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_model import Llama, Shape
 
 import zero
 from offload import process_bytes
-from scripts.gpu_model import Llama, Shape
 
 GB = 1_000_000_000
 

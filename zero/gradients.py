@@ -74,6 +74,9 @@ class GradientReducer:
             for position, member in enumerate(segment.members):
                 if not member.parameter.requires_grad:
                     continue
+                if segment.is_in_place and segment.spec.trainable:
+                    before = ModuleHook(self._before_arrival)
+                    handles.append(member.parameter.register_hook(before))  # type: ignore[no-untyped-call]
                 collect = ModuleHook(self._arrive, segment, position)
                 handle = member.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
                 handles.append(handle)
@@ -142,6 +145,13 @@ class GradientReducer:
         """Parameters whose gradient, on any rank, was not finite at the last `global_norm`."""
         return self._not_finite
 
+    def _before_arrival(self, _gradient: torch.Tensor) -> None:
+        """Clear what autograd must not add to: of a failed backward, or shown."""
+        if self._on_arrival is not None:
+            self._on_arrival()
+        if self.shown.is_showing:
+            self.shown.withdraw()
+
     def _arrive(self, segment: Segment, position: int, parameter: torch.Tensor) -> None:
         if not segment.spec.trainable:
             take_gradient(parameter)
@@ -158,8 +168,6 @@ class GradientReducer:
         if self.kept.keeps(segment):
             self.kept.arrive(segment)
             return
-        if self.shown.is_showing and self.shown.withdraw(parameter):
-            return  # autograd has added it to what was shown
         gradient = take_gradient(parameter)
         if gradient is None:
             return
