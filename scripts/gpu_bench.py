@@ -25,6 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# With PYTHONSAFEPATH set, Python does not look for modules beside the script by itself.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from gpu_model import Llama, Shape
 
 import zero

@@ -26,7 +26,9 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import plan_models  # noqa: E402
 
 import zero  # noqa: E402
 from aio_ops import open_engine  # noqa: E402
@@ -37,7 +39,6 @@ from estimators.hardware import Bandwidths, bandwidths_of  # noqa: E402
 from estimators.inputs import DeviceKind, Node, PlanInputs  # noqa: E402
 from estimators.models import model_of_config  # noqa: E402
 from offload import disk_bytes, measure_rates, process_bytes, resident_set_bytes  # noqa: E402
-from scripts import plan_models  # noqa: E402
 from zero.plan_inputs import ELEMENTS, TIERS  # noqa: E402
 
 PLACEMENTS = {
