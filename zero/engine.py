@@ -31,6 +31,7 @@ from zero.integrity import (
 from zero.late import require_no_late_differences
 from zero.loader import ResumableLoader
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
+from zero.lr_schedules import step_schedule
 from zero.memory import memory_lines, memory_report, warn_if_exceeded
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Blueprint, Plan
@@ -231,7 +232,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self._close_step()
         self.loss_scaler.update_scale(not math.isfinite(norm), reducer.not_finite)
         if self.lr_scheduler is not None and math.isfinite(norm):
-            self._step_schedule()
+            step_schedule(self.lr_scheduler)
         if self.durable is not None:
             self.durable.after_step(self)
 
@@ -352,23 +353,12 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
                 gather_values(segment, self.ledger)
         self._history.updates += 1
 
-    def _step_schedule(self) -> None:
-        optimizer = getattr(self.lr_scheduler, "optimizer", None)
-        if optimizer is not None:
-            optimizer._opt_called = True  # torch's schedules warn of an order that is right here
-        self.lr_scheduler.step()
-
     def _close_step(self) -> None:
         """Close the step in the ledger, and compare the plan with reality after the first one."""
         self._retired = None
         self._runtime.store.ledger.end_step()
-        if self.pending_save is not None and self.pending_save.error is not None:
-            warnings.warn(
-                f"saving {self.pending_save.tag} failed: {self.pending_save.error}; training goes"
-                " on, and engine.wait_for_checkpoint() raises this",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        if self.pending_save is not None:
+            self.pending_save.warn_if_failed()
         if self.global_steps == 1:
             lines = memory_lines(self.plan.memory, self._runtime.store)
             self._first_step = [line.to_dict() for line in lines]

@@ -406,3 +406,11 @@ def make_schedule(optimizer: Any, type_name: str, parameters: Mapping[str, Any])
             "torch.optim.lr_scheduler"
         )
     return schedule(optimizer, **parameters)
+
+
+def step_schedule(schedule: Any) -> None:
+    """Advance a schedule after an update that no torch optimizer made itself."""
+    optimizer = getattr(schedule, "optimizer", None)
+    if optimizer is not None:
+        optimizer._opt_called = True  # torch's schedules warn of an order that is right here
+    schedule.step()

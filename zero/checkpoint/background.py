@@ -10,6 +10,7 @@ whoever is about to change one that is not copied yet waits for it.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -44,10 +45,15 @@ class BackgroundSave:
         """Whether the checkpoint is in its place, or has failed."""
         return not self._thread.is_alive()
 
-    @property
-    def error(self) -> BaseException | None:
-        """Why it failed, once it has."""
-        return self._error
+    def warn_if_failed(self) -> None:
+        """Tell of a failure that nobody has waited for yet."""
+        if self._error is not None:
+            warnings.warn(
+                f"saving {self.tag} failed: {self._error}; training goes on, and"
+                " engine.wait_for_checkpoint() raises this",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def wait(self) -> Path:
         """Wait until the checkpoint is in its place and return its folder.
