@@ -5,7 +5,9 @@
 end of a backward on, so that `clip_grad_norm_` and the like see and change the true one. What a
 user puts there instead is the whole truth, None included, and is taken over before the next
 gradient arrives, and at the step. Views are withdrawn when the first gradient of a backward
-arrives; what autograd has added to the first one by then is in the store already.
+arrives; what autograd has added to the first one by then is in the store already. Where several
+ranks have the parameter in full nothing is shown: each adds its own gradient to what is there, and
+only their mean counts.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ class ShownGradients:
         """Tell whether `.grad` can be the gradient at parameters of a segment."""
         return (
             segment.is_in_place
+            and not segment.is_replicated
             and segment.spec.trainable
             and segment.spec.gradient is segment.spec.element
         )
