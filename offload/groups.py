@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -24,6 +25,16 @@ from offload.ranges import (
 from offload.slots import Slot
 from offload.store import Store
 from offload.transfers import JointTicket
+
+
+class Rest(enum.Enum):
+    """What sections hold beside what is being set."""
+
+    KEPT = "kept"
+    """What they hold already."""
+    ZERO = "zero"
+    NONE = "none"
+    """Nothing: every element is set."""
 
 
 class GroupReader:
@@ -106,7 +117,12 @@ def read_group(
 
 @contextmanager
 def write_group(
-    store: Store, group: SubGroup, fields: Collection[Field], *, keeps: bool
+    store: Store,
+    group: SubGroup,
+    fields: Collection[Field],
+    *,
+    keeps: bool,
+    is_covered: bool = False,
 ) -> Iterator[GroupWriter]:
     """Lend a sub-group for setting some fields; it is written when the block is left.
 
@@ -115,6 +131,7 @@ def write_group(
         group: the sub-group.
         fields: what will be set.
         keeps: whether the sections hold something beside these fields that must stay.
+        is_covered: whether every element will be set; else, unless it is kept, the rest is zero.
 
     Raises:
         PageError: if a transfer failed.
@@ -126,12 +143,15 @@ def write_group(
         section for field in fields for section in sections_set_by(store, group, field)
     )
     paged = frozenset(section for section in changed if group.on_nvme(section))
-    slot = _lend_to_set(store, group, changed, keeps=keeps)
+    rest = Rest.KEPT if keeps else Rest.NONE if is_covered else Rest.ZERO
+    slot = _lend_to_set(store, group, changed, rest)
     try:
         view = HostView(store, group, slot)
-        if not keeps:
+        if rest is not Rest.KEPT:
             for section in changed - paged:
-                clear_bytes(view.span(section, reads=False))
+                memory = view.span(section, reads=False)
+                if rest is Rest.ZERO:
+                    clear_bytes(memory)
         writer = GroupWriter(store, group, view)
         yield writer
         writer.finish()
@@ -148,15 +168,16 @@ def write_group(
 
 
 def _lend_to_set(
-    store: Store, group: SubGroup, changed: frozenset[Section], *, keeps: bool
+    store: Store, group: SubGroup, changed: frozenset[Section], rest: Rest
 ) -> Slot | None:
     """Return a slot in which sections can be set, with what stays of them, or zeros."""
     paged = [section for section in changed if group.on_nvme(section)]
-    if keeps or not paged or group.extent is None or store.pager is None:
+    if rest is Rest.KEPT or not paged or group.extent is None or store.pager is None:
         return _lend(store, group, changed)
     slot = store.pager.blank(group.extent)
-    for section in paged:
-        clear_bytes(slot.section(section))
+    if rest is Rest.ZERO:
+        for section in paged:
+            clear_bytes(slot.section(section))
     return slot
 
 

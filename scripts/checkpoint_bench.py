@@ -181,15 +181,19 @@ def measure(folder: Path, tier: str, mega_parameters: int, rounds: int) -> dict[
     with open_engine("auto", directory=folder) as io:
         engine.save_checkpoint(folder / "ck", "one")
         size = sum(path.stat().st_size for path in (folder / "ck" / "one").iterdir())
-        for _ in range(rounds):
+        for number in range(rounds):
             write = timed(lambda: plain_write(io, plain, size))
-            save = timed(lambda: engine.save_checkpoint(folder / "ck", "one"))
+            tag = f"round{number}"
+            save = timed(lambda tag=tag: engine.save_checkpoint(folder / "ck", tag))
             read = timed(lambda: plain_read(io, plain))
             load = timed(lambda: engine.load_checkpoint(folder / "ck", verify=False))
             copy = timed(lambda: plain_copy(io, plain, copied)) if tier == "nvme" else None
             found.append(Round(write, read, copy, save, load))
             plain.unlink()
             copied.unlink(missing_ok=True)
+            for path in (folder / "ck").glob("[or]*"):
+                if path.name != tag and path.is_dir():
+                    shutil.rmtree(path)  # outside of what is measured
     verify(folder / "ck")
     engine.destroy()
     seconds = {

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_model import Llama, Shape
 
 import zero
 from offload import process_bytes
-from scripts.gpu_model import Llama, Shape
 
 GB = 1_000_000_000
 
@@ -106,7 +106,6 @@ def make_config(row: Row, nvme_path: str, batch: int, changes: list[str]) -> dic
 
 def run_ours(options: argparse.Namespace, row: Row) -> dict[str, Any]:
     """Train a row and return what it took."""
-    baseline = process_bytes("VmRSS")["VmRSS"]
     shape = Shape(options.hidden, options.layers, options.vocabulary, options.length)
     has_gpu = torch.cuda.is_available()
     begin = time.perf_counter()
@@ -115,7 +114,9 @@ def run_ours(options: argparse.Namespace, row: Row) -> dict[str, Any]:
         torch.set_default_dtype(torch.bfloat16)
         model = Llama(shape, checkpoints=row.checkpoints)
         torch.set_default_dtype(torch.float32)
+    synchronize()
     built = time.perf_counter()
+    baseline = process_bytes("VmRSS")["VmRSS"]  # with CUDA's own memory
     with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
         config = make_config(row, folder, options.batch, options.tiers)
         engine, _, _, _ = zero.initialize(model=model, config=config)

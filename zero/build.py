@@ -16,7 +16,7 @@ from zero.gradients import GradientReducer
 from zero.materialize import InitFunction, seal_units
 from zero.planning import Blueprint
 from zero.runtime import Runtime
-from zero.schedule import UnitScheduler
+from zero.schedule import PrefetchLimits, UnitScheduler
 from zero.unit import Segment, Unit
 
 
@@ -35,6 +35,8 @@ def build_runtime(
     kept = durable.open_file(io, blueprint.plan) if durable is not None else None
     parts = _store_parts(blueprint, io, kernels, communicator, ledger, kept)
     store = _make_store(blueprint.plan.memory, parts, communicator)
+    settings = blueprint.settings
+    limits = PrefetchLimits(settings.prefetch_numel, settings.live_numel)
     try:
         units, segments = _make_units(blueprint, communicator)
         reducer = (
@@ -49,7 +51,12 @@ def build_runtime(
             kernels,
             communicator,
             reducer,
-            UnitScheduler(units, store, reducer),
+            UnitScheduler(
+                units,
+                store,
+                reducer,
+                limits,
+            ),
         )
         if durable is not None:
             store.is_restored = durable.resume(store)

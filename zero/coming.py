@@ -13,7 +13,7 @@ from offload import Store, pages_parameters
 from offload.device import PASSED, Fence
 
 if TYPE_CHECKING:
-    from zero.unit import Segment
+    from zero.unit import Segment, Unit
 
 
 class ComingParameters:
@@ -51,6 +51,26 @@ class ComingParameters:
         if self._fence is not None:
             self.take(store)
             self._segment.flat.untyped_storage().resize_(0)
+
+
+class UnitAhead:
+    """The one unit whose parameters are copied to a device ahead of their use."""
+
+    def __init__(self) -> None:
+        self._unit: Unit | None = None
+
+    def start(self, unit: Unit, store: Store) -> None:
+        """Begin with a unit; what came before and was not used is freed."""
+        if self._unit is not unit:
+            self.drop(store)
+        self._unit = unit
+        unit.prefetch(store)
+
+    def drop(self, store: Store) -> None:
+        """Free what has come and was not used."""
+        if self._unit is not None:
+            self._unit.drop_prefetched(store)
+            self._unit = None
 
 
 def read_flat(segment: Segment, store: Store) -> Fence:

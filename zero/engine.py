@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,6 +97,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self._loss_was_scaled = False
         self._step_applied = False
         self._grad_norm: float | None = None
+        self._clipped_norm: float | None = None
         self._destroyed = False
         self._first_step: list[dict[str, Any]] | None = None
         self._owns_group = owns_group
@@ -170,10 +171,15 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             )
         refuse_set_gradients(self._runtime)
         scaled = self.scale(loss / self.gradient_accumulation_steps())
+        reducer = self._runtime.reducer
         try:
+            if reducer is not None:
+                reducer.shown.withdraw()  # or autograd adds the first gradient to what is shown
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
             self._runtime.scheduler.recover(announce=False)
+            if reducer is not None:
+                reducer.shown.show()
             raise
         return loss
 
@@ -213,7 +219,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         norm = reducer.global_norm() / self.loss_scaler.cur_scale
         finish_audit()
         require_no_late_differences(self._runtime.segments)
-        self._grad_norm = norm
+        self._grad_norm, self._clipped_norm = norm, None
         if math.isfinite(norm):
             self._run_update(self.optimizer, norm)
             self._step_applied = True
@@ -247,6 +253,13 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
     def get_global_grad_norm(self) -> float | None:
         """Return the gradient norm of the last step before clipping, or None before the first."""
         return self._grad_norm
+
+    def get_clipped_grad_norm(self) -> float | None:
+        """Return the norm after clipping, of the gradients that the last step was made with.
+
+        None before the first step, and where the norm was not finite and the step was skipped.
+        """
+        return self._clipped_norm
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""
@@ -301,18 +314,6 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         if self.durable is not None:
             self.durable.deliver_pending()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(
-            "an engine cannot be copied: its state lives in files and pinned memory; copy"
-            " engine.module, which gives a plain model with the full values"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "an engine cannot be pickled: its state lives in files and pinned memory; pickle"
-            " engine.module, or save engine.module.state_dict()"
-        )
-
     def __getattr__(self, name: str) -> Any:
         """Look up what the engine lacks on the model."""
         try:
@@ -330,12 +331,12 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         """Run one update over all sub-groups."""
         clip = self._settings.gradient_clipping
         coefficient = min(clip / (norm + 1e-6), 1.0) if clip > 0 else 1.0
+        self._clipped_norm = norm * coefficient
         scalars = optimizer.scalars(
             self._history.updates + 1, coefficient / self.loss_scaler.cur_scale, self._groups
         )
         segments = self._runtime.segments
-        for unit in self._runtime.units:
-            unit.drop_prefetched(self._runtime.store)
+        self._runtime.scheduler.ahead.drop(self._runtime.store)
         for segment in segments:
             segment.commit(self._runtime.store)
         reducer = self._runtime.reducer

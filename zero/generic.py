@@ -93,6 +93,20 @@ class GenericOptimizer:
         return rest
 
 
+def refuse_generic(update: object, what: str) -> None:
+    """Refuse what would lose the state of an optimizer without a kernel.
+
+    Raises:
+        RuntimeError: naming the optimizer and the way out.
+    """
+    if isinstance(update, GenericOptimizer):
+        raise RuntimeError(
+            f"{what}: the state of {update.name}, which has no kernel, cannot be moved in this"
+            " version, and without it training would go on differently; use AdamW, Adam, Lion,"
+            " Adagrad or SGD, or save the weights alone (save_16bit_model)"
+        )
+
+
 def _bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an object of the same class and attributes, whose groups and state can be set."""
     made: torch.optim.Optimizer = object.__new__(type(optimizer))

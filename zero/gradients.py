@@ -74,6 +74,9 @@ class GradientReducer:
             for position, member in enumerate(segment.members):
                 if not member.parameter.requires_grad:
                     continue
+                if segment.is_in_place and segment.spec.trainable:
+                    before = ModuleHook(self._before_arrival)
+                    handles.append(member.parameter.register_hook(before))  # type: ignore[no-untyped-call]
                 collect = ModuleHook(self._arrive, segment, position)
                 handle = member.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
                 handles.append(handle)
@@ -142,6 +145,13 @@ class GradientReducer:
         """Parameters whose gradient, on any rank, was not finite at the last `global_norm`."""
         return self._not_finite
 
+    def _before_arrival(self, _gradient: torch.Tensor) -> None:
+        """Clear what autograd must not add to: of a failed backward, or shown."""
+        if self._on_arrival is not None:
+            self._on_arrival()
+        if self.shown.is_showing:
+            self.shown.withdraw()
+
     def _arrive(self, segment: Segment, position: int, parameter: torch.Tensor) -> None:
         if not segment.spec.trainable:
             take_gradient(parameter)
@@ -158,8 +168,6 @@ class GradientReducer:
         if self.kept.keeps(segment):
             self.kept.arrive(segment)
             return
-        if self.shown.is_showing and self.shown.withdraw(parameter):
-            return  # autograd has added it to what was shown
         gradient = take_gradient(parameter)
         if gradient is None:
             return
@@ -179,6 +187,7 @@ class GradientReducer:
         """Return where the gradients of the running backward are collected, zero at first."""
         scratch = self._scratch.get(segment.index)
         if scratch is None:
+            self._make_room(segment)
             self._let_leave(1)
             dtype = torch_dtype(segment.spec.gradient)
             scratch = self._store.device.zeros(segment.layout.padded_numel, dtype)
@@ -188,6 +197,18 @@ class GradientReducer:
             held += sum(each.nbytes for each, _ in self._leaving)
             self._ledger.observe(GRADIENT_SCRATCH, held)
         return scratch
+
+    def _make_room(self, segment: Segment) -> None:
+        """Reduce what waits for parameters that a step may not use at all, oldest first.
+
+        Only one rank may do so when it likes: several reduce at the same time.
+        """
+        needed = segment.layout.padded_numel * segment.spec.gradient.size_bytes
+        while self._scratch and self._communicator.world_size == 1:
+            held = sum(each.nbytes for each in self._scratch.values())
+            if held + needed <= self._store.plan.gradient_scratch_bytes:
+                return
+            self._reduce(self._all_segments[next(iter(self._scratch))])
 
     def _reduce(self, segment: Segment) -> None:
         scratch = self._scratch.pop(segment.index)

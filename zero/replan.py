@@ -27,6 +27,7 @@ from zero import machine
 from zero.build import build_runtime
 from zero.errors import PlanError
 from zero.fragments import iterate_states
+from zero.generic import refuse_generic
 from zero.nursery import Nursery, NurserySource, SpooledShard
 from zero.optimizer import ZeroOptimizer
 from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference, reference_of
@@ -141,6 +142,8 @@ def rebuild(
     Whatever else is raised while the copies are made has changed nothing either; after that, the
     old store is failed and refuses all further work.
     """
+    if history.updates:
+        refuse_generic(optimizer.fused, "planning the engine anew")
     io = open_io_engine(settings)
     try:
         births = history.births_now(old, optimizer)

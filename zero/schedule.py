@@ -16,6 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import nn
 
 from estimators.summary import LIVE_PARAMETERS
 from offload import Store
+from zero.coming import UnitAhead
 from zero.gradients import GradientReducer
 from zero.guard import SavedTensorGuard
 from zero.hooks import ModuleHook
@@ -35,16 +37,34 @@ _UNTIL_NEXT_FORWARD = -2
 """Task id of holds that a backward with `create_graph=True` needs after it has ended."""
 
 
+READ_AHEAD = "parameters read ahead (peak)"
+"""What the ledger calls the most bytes that were read ahead of the unit in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchLimits:
+    """How many parameters may be read ahead."""
+
+    prefetch_numel: int
+    live_numel: int
+
+
 class UnitScheduler:
     """Owns the units of one engine, their hooks and their holds."""
 
     def __init__(
-        self, units: Sequence[Unit], store: Store, reducer: GradientReducer | None
+        self,
+        units: Sequence[Unit],
+        store: Store,
+        reducer: GradientReducer | None,
+        limits: PrefetchLimits,
     ) -> None:
         self.units = tuple(units)
+        self._limits = limits
         self._store = store
         self._reducer = reducer
         self._order = RecordedOrder()
+        self.ahead = UnitAhead()
         self._guard = SavedTensorGuard(self._require_for_backward)
         self._tokens: dict[int, list[object]] = {unit.index: [] for unit in units}
         self._tasks_with_callback: set[int] = set()
@@ -121,8 +141,7 @@ class UnitScheduler:
             failed = True
             self._reducer.abandon()
         self._guard.pop_all()
-        for unit in self.units:
-            unit.drop_prefetched(self._store)
+        self.ahead.drop(self._store)
         self._forward_thread = None
         if failed or self._in_forward:
             self._store.reclaim()
@@ -158,7 +177,8 @@ class UnitScheduler:
         token = object()
         self._tokens[unit.index].append(token)
         self._guard.push()
-        self._acquire(unit, Phase.FORWARD)
+        in_backward = torch._C._current_graph_task_id() != -1  # recomputed, for checkpointing
+        self._acquire(unit, Phase.BACKWARD if in_backward else Phase.FORWARD)
         if torch.is_grad_enabled():
             for tensor in _tensors((args, kwargs)):
                 node = tensor.grad_fn
@@ -216,11 +236,22 @@ class UnitScheduler:
     def _acquire(self, unit: Unit, phase: Phase) -> None:
         self._unshard(unit)
         self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(self.units))
+        spare = self._limits.live_numel - sum(
+            each.numel for each in self.units if each.moves and each.is_unsharded
+        )
+        spare = min(spare, self._limits.prefetch_numel)
+        ahead_bytes = 0
         for position, predicted in enumerate(self._order.visit(phase, unit.index)):
-            if not position and not self._store.device.is_host:
-                self.units[predicted].prefetch(self._store)
-            if not self._read_ahead(self.units[predicted]):
+            following = self.units[predicted]
+            spare -= following.numel
+            if spare < 0:
                 break
+            if not position and not self._store.device.is_host:
+                self.ahead.start(following, self._store)
+            if not self._read_ahead(following):
+                break
+            ahead_bytes += following.shard_bytes
+            self._store.ledger.observe(READ_AHEAD, ahead_bytes)
 
     def _unshard(self, unit: Unit) -> None:
         unit.unshard(self._store)

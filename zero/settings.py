@@ -113,6 +113,10 @@ class Settings:
     parameter_offload: OffloadSettings = OffloadSettings()
     optimizer_offload: OffloadSettings = OffloadSettings()
     sub_group_numel: int = 1_000_000_000
+    prefetch_numel: int = 50_000_000
+    """Most parameters that are read ahead of their use."""
+    live_numel: int = 1_000_000_000
+    """Parameters unsharded and read ahead together; reading ahead ends there."""
     tiers: TierSettings = TierSettings()
     aio: AioSettings = AioSettings()
     optimizer: NamedFactory | None = None

@@ -4,10 +4,9 @@
 `.grad` is read. Where its gradient rests in another tier, `.grad` is a `ShardedView` of it from the
 end of a backward on, so that `clip_grad_norm_` and the like see and change the true one. What a
 user puts there instead is the whole truth, None included, and is taken over before the next
-gradient arrives, and at the step. Views are withdrawn when the first gradient of a backward
-arrives; what autograd has added to the first one by then is in the store already. Where several
-ranks have the parameter in full nothing is shown: each adds its own gradient to what is there, and
-only their mean counts.
+gradient is accumulated, when the views are withdrawn (`engine.backward` does so before it begins),
+and at the step. Where several ranks have the parameter in full nothing is shown: each would add its
+own gradient to what is there, and only their mean counts.
 """
 
 from __future__ import annotations
@@ -78,21 +77,11 @@ class ShownGradients:
             member.parameter.grad = known[1]
             self._shown[member.order] = known
 
-    def withdraw(self, arriving: torch.Tensor | None = None) -> bool:
-        """Take over what users made of the gradients, and show none until `show`.
-
-        Args:
-            arriving: the parameter whose gradient autograd has just accumulated.
-
-        Returns:
-            Whether that was added to what was shown, so that it is not to be added again.
-        """
+    def withdraw(self) -> None:
+        """Take over what users made of the gradients, and show none until `show`."""
         shown, self._shown = self._shown, {}
-        is_added = False
         for member, view in shown.values():
             _adopt(member, view)
-            is_added = is_added or member.parameter is arriving
-        return is_added
 
     def adopt(self) -> None:
         """Take over what users have put at parameters, shown or not."""

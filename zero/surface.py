@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -55,6 +55,18 @@ class FieldSurface:
     def was_step_applied(self) -> bool:
         """Tell whether the last `step()` updated: the window was complete and its norm finite."""
         return self._step_applied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "an engine cannot be copied: its state lives in files and pinned memory; copy"
+            " engine.module, which gives a plain model with the full values"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "an engine cannot be pickled: its state lives in files and pinned memory; pickle"
+            " engine.module, or save engine.module.state_dict()"
+        )
 
 
 def no_attribute(name: str, model: Any) -> str:

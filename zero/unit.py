@@ -380,6 +380,18 @@ class Unit:
         )
 
     @property
+    def numel(self) -> int:
+        """Elements of the full parameters."""
+        return sum(sum(segment.layout.numels) for segment in self.segments)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's shard of the parameters."""
+        return sum(
+            segment.layout.shard_numel * segment.flat.element_size() for segment in self.segments
+        )
+
+    @property
     def is_unsharded(self) -> bool:
         """Whether the full parameters are in memory and count."""
         return self.state is UnitState.UNSHARDED

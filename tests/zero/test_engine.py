@@ -117,7 +117,7 @@ def test_accumulated_gradients_equal_one_large_batch(scratch: Path) -> None:
     engine.destroy()
 
 
-def test_the_norm_is_reported_before_clipping() -> None:
+def test_the_norm_is_reported_before_and_after_clipping() -> None:
     engine, _, _, _ = zero.initialize(
         model=make_model(), config=make_config(host_memory=MEMORY, clip=0.01)
     )
@@ -131,6 +131,11 @@ def test_the_norm_is_reported_before_clipping() -> None:
     assert norm is not None
     assert norm == pytest.approx(expected, rel=1e-5)
     assert norm > 0.01
+    assert engine.get_clipped_grad_norm() == pytest.approx(0.01, rel=1e-4)
+    with pytest.warns(RuntimeWarning, match="is skipped"):
+        engine.backward(engine(*make_batch(0)) * float("nan"))
+        engine.step()
+    assert engine.get_clipped_grad_norm() is None
     engine.destroy()
 
 

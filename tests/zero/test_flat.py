@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zero
 from offload import process_bytes
@@ -30,6 +32,9 @@ def resident_bytes_by_step(engine: zero.ZeroEngine, steps: int) -> list[int]:
         engine.backward(engine(*make_batch(step)))
         engine.backward(engine(*make_batch(step + 1)))
         engine.step()
+        if step % 5 == 0:
+            with torch.no_grad():
+                engine(*make_batch(step))
         sizes.append(process_bytes("VmRSS")["VmRSS"])
         if step >= 5:
             before = before or census()
@@ -60,3 +65,36 @@ def test_steps_leave_nothing_behind(scratch: Path, steps: int) -> None:
     assert late - early <= 2 * MIB, f"{(late - early) / steps:.0f} bytes a step"
     assert engine.ledger.snapshot().nvme_write_bytes > 0
     engine.destroy()
+
+
+@pytest.mark.nvme
+@pytest.mark.parametrize("cycles", [4, pytest.param(20, marks=pytest.mark.full)])
+def test_engines_come_and_go_with_all_they_had(scratch: Path, cycles: int) -> None:
+    """Each trains, evaluates and is destroyed; memory, descriptors, threads and files are flat."""
+    config = make_config(
+        parameters="nvme",
+        optimizer="nvme",
+        nvme_path=str(scratch),
+        host_memory="60KB",
+        sub_group_size=1024,
+    )
+    sizes = []
+    before: tuple[int, int] | None = None
+    for cycle in range(cycles):
+        engine, _, _, _ = zero.initialize(model=make_model(), config=config)
+        for step in range(2):
+            engine.backward(engine(*make_batch(step)))
+            engine.step()
+            engine.eval()
+            with torch.no_grad():
+                engine(*make_batch(step))
+            engine.train()
+        assert engine.ledger.snapshot().nvme_write_bytes > 0
+        engine.destroy()
+        del engine
+        gc.collect()
+        sizes.append(process_bytes("VmRSS")["VmRSS"])
+        before = before if cycle else census()
+        assert census() == before, f"cycle {cycle}"
+        assert not list(scratch.iterdir())
+    assert sizes[-1] - sizes[len(sizes) // 2 - 1] <= 2 * MIB

@@ -182,6 +182,23 @@ def test_what_needs_whole_tensors_is_refused_by_name_with_the_way_out(make, word
         zero.initialize(model=model, optimizer=make(model.parameters()), config=config)
 
 
+def test_what_would_lose_its_state_is_refused(tmp_path: Path) -> None:
+    model = make_model()
+    config = make_config(host_memory="1GB")
+    del config["optimizer"]
+    frozen = model.blocks[0].up.weight
+    given = optim.RMSprop([each for each in model.parameters() if each is not frozen], lr=1e-3)
+    engine, optimizer, _, _ = zero.initialize(model=model, optimizer=given, config=config)
+    engine.backward(engine(*make_batch(0)))
+    engine.step()
+    with pytest.raises(RuntimeError, match=r"save_checkpoint: the state of RMSprop.*AdamW"):
+        engine.save_checkpoint(str(tmp_path))
+    optimizer.add_param_group({"params": [frozen], "lr": 1e-4})
+    with pytest.raises(RuntimeError, match="planning the engine anew: the state of RMSprop"):
+        engine.backward(engine(*make_batch(1)))
+    engine.destroy()
+
+
 def test_restored_state_without_what_is_carried_is_refused() -> None:
     model = make_model()
     config = make_config(host_memory="1GB")

@@ -367,6 +367,8 @@ def test_a_copy_of_the_model_takes_no_engine_along(scratch: Path) -> None:
 
 
 def test_an_engine_that_is_dropped_gives_everything_back(scratch: Path) -> None:
+    gc.collect()
+
     def counts() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
 

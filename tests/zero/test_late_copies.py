@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import zero
 import zero.planning
 from estimators import Section, Tier
+from estimators.summary import LIVE_PARAMETERS
 from offload import DeviceMemory
 from tests.support.configs import make_config
 from tests.support.grid import cells, run_cell
 from tests.support.simulated_device import SimulatedDevice
-from tests.support.tiny import make_batch, make_model
+from tests.support.tiny import TinyTransformer, make_batch, make_model
 
 
 @pytest.fixture
@@ -211,6 +213,35 @@ def test_parameters_are_read_and_written_outside_their_windows(made: list[Simula
     assert not zero.safe_get_full_grad(weight).any()
     engine.step()
     assert made[-1].copied_bytes["out"] > 0
+    engine.destroy()
+
+
+class Checkpointed(TinyTransformer):
+    """Runs each block again in its backward."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.position[:, : tokens.shape[1]]
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        logits = self.head(self.norm(x))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_no_more_than_planned_is_unsharded_while_blocks_run_again(
+    made: list[SimulatedDevice],
+) -> None:
+    torch.manual_seed(0)
+    config = make_config(parameters="cpu", optimizer="cpu", host_memory="1GB")
+    engine, _, _, _ = zero.initialize(model=Checkpointed(layers=8), config=config)
+    for step in range(3):
+        engine.backward(engine(*make_batch(step)))
+        engine.step()
+    memory = engine.plan.memory
+    assert 0 < engine.ledger.peaks[LIVE_PARAMETERS] <= memory.live_parameter_bytes
+    whole = 4 * sum(each.numel() for each in engine.module.parameters())
+    assert memory.live_parameter_bytes < 0.6 * whole
+    assert sum(event == "prefetch" for event, _ in engine.ledger.events) == 2 * 2 * 8
+    assert made[-1].copied_bytes["in"] > 0
     engine.destroy()
 
 

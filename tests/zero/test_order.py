@@ -10,6 +10,7 @@ import zero
 from tests.support.configs import make_config
 from tests.support.tiny import make_batch, make_model
 from zero.order import Phase, RecordedOrder
+from zero.schedule import READ_AHEAD
 
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 PASS = [(FORWARD, 0), (FORWARD, 1), (FORWARD, 2), (BACKWARD, 0), (BACKWARD, 2), (BACKWARD, 1)]
@@ -69,3 +70,47 @@ def test_spare_slots_hold_more_than_the_next_unit(scratch: Path) -> None:
     )
     assert moved == 2 * parameters  # forward and backward, nothing read twice
     engine.destroy()
+
+
+@pytest.mark.nvme
+@pytest.mark.parametrize(
+    ("key", "blocks", "expected"),
+    [
+        ("stage3_prefetch_bucket_size", 0, 0),
+        ("stage3_prefetch_bucket_size", 1, 1),
+        ("stage3_prefetch_bucket_size", 2, 2),
+        ("stage3_max_live_parameters", 0, 0),
+        ("stage3_max_live_parameters", 2, 2),
+    ],
+)
+def test_reading_ahead_ends_where_the_keys_say(
+    scratch: Path, key: str, blocks: int, expected: int
+) -> None:
+    """The ledger shows how much was read ahead at once; the results do not change."""
+    losses = []
+    for limited in (True, False):
+        config = make_config(
+            parameters="nvme", optimizer="nvme", nvme_path=str(scratch), host_memory="500KB"
+        )
+        config["zero_optimization"]["offload_param"]["max_in_cpu"] = 0
+        config["tiers"]["slot_count"] = 8
+        model = make_model(layers=6)
+        numel = sum(each.numel() for each in model.blocks[0].parameters())
+        root = sum(each.numel() for each in model.parameters()) - 6 * numel
+        if limited:
+            extra = root if "live" in key and blocks else 0
+            config["zero_optimization"][key] = blocks * numel + extra
+        engine, _, _, _ = zero.initialize(model=model, config=config)
+        for step in range(3):
+            loss = engine(*make_batch(step))
+            engine.backward(loss)
+            engine.step()
+        losses.append(loss.item())
+        unit = next(each for each in engine._runtime.units if each.name == "blocks.0")
+        ahead = engine.ledger.peaks.get(READ_AHEAD, 0)
+        if limited:
+            assert ahead == expected * unit.shard_bytes
+        else:
+            assert ahead >= 3 * unit.shard_bytes
+        engine.destroy()
+    assert losses[0] == losses[1]

@@ -43,7 +43,11 @@ def check(case: Case, outcome: Outcome) -> None:
         assert outcome.swap_blocks_bytes is not None
         beside = outcome.swap_blocks_bytes - outcome.planned_swap_bytes
         assert 0 <= beside <= FILE_TABLES_BYTES
-        assert outcome.nvme_bytes_moved == outcome.planned_nvme_bytes > 0
+        assert outcome.planned_nvme_bytes > 0
+        if case.checkpointing:  # a block that runs again may be read once more
+            assert 1 <= outcome.nvme_bytes_moved / outcome.planned_nvme_bytes <= 1.02
+        else:
+            assert outcome.nvme_bytes_moved == outcome.planned_nvme_bytes
     assert 0.9 <= outcome.ratio <= 1.1, row_of(outcome)
     # The process would hardly notice a small model: what the plan adds must count itself.
     added = outcome.peak_bytes - outcome.baseline_bytes
@@ -98,6 +102,7 @@ def test_twelve_shapes_and_four_placements() -> None:
     assert (len(CPU_SHAPES), len(GPU_SHAPES), len(PLACEMENTS)) == (12, 5, 4)
 
 
+@pytest.mark.full
 @pytest.mark.nvme
 def test_a_case_warms_up(scratch: Path) -> None:
     for name in ("experts", "encoder"):

@@ -317,7 +317,10 @@ def find_peer(folder: Path, tag: str | None) -> Path | None:
         if tag is None and (folder / name).is_file():
             tag = (folder / name).read_text(encoding="utf-8").strip()
     path = folder / tag if tag is not None else folder
-    if not path.is_dir() or not path.resolve().is_relative_to(folder.resolve()):
+    try:
+        if not path.is_dir() or not path.resolve().is_relative_to(folder.resolve()):
+            return None
+    except (OSError, ValueError):  # a tag that cannot be a name
         return None
     return path if any(_MODEL_FILE.fullmatch(each.name) for each in path.iterdir()) else None
 

@@ -218,7 +218,9 @@ class ShardLoader:
         blocks = _Blocks(self._files.read(io, iter(order.values())), uses)
         for group, portions in plan:
             changed = {portion.field for portion in portions}
-            with write_group(store, group, changed, keeps=not states) as writer:
+            numel = sum(portion.numel for portion in portions)
+            covered = numel == len(changed) * group.numel
+            with write_group(store, group, changed, keeps=not states, is_covered=covered) as writer:
                 for portion in portions:
                     writer.put(portion.field, portion.target, blocks.values(portion))
         if store.pager is not None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aio_ops import open_engine
+from aio_ops import Engine, open_engine
 from zero.checkpoint.directory import (
     PendingFolder,
     check_tag,
@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 STALL_S = 600.0
 """How long a rank waits for the others while none of their files changes."""
 _POLL_S = 0.02
+
+_BEST_ENGINES: dict[int, str] = {}
+"""What trying all engines on a file system has found; it takes longer than a small save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ class Save:
         self._communicator.broadcast(nonce, 0)
         self._pending = PendingFolder(request.folder, request.tag, f"{int(nonce):016x}")
         self._make_folder()
-        self.io = open_engine("auto", directory=self._pending.path)
+        self.io = open_disk_engine(self._pending.path)
         self.file = self._reserve()
 
     def finish(self) -> Path:
@@ -232,6 +235,19 @@ class Save:
                     " one file system that all of them see"
                 )
             time.sleep(_POLL_S)
+
+
+def open_disk_engine(directory: Path) -> Engine:
+    """Open the best engine for a folder; where nothing can be written, one of threads."""
+    device = directory.stat().st_dev
+    if device not in _BEST_ENGINES:
+        try:
+            engine = open_engine("auto", directory=directory)
+        except OSError:
+            return open_engine("threads")
+        _BEST_ENGINES[device] = engine.name
+        return engine
+    return open_engine(_BEST_ENGINES[device])
 
 
 def file_name(rank: int) -> str:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aio_ops import open_engine
 from estimators import SubGroup
 from offload import Field
 from offload.groups import read_group
@@ -32,8 +31,9 @@ from zero.checkpoint.manifest import (
     names_of,
     read_manifest,
 )
-from zero.checkpoint.save import Save, SaveRequest, agree
+from zero.checkpoint.save import Save, SaveRequest, agree, open_disk_engine
 from zero.errors import CheckpointError, RunStateError
+from zero.generic import refuse_generic
 from zero.integrity import adopt_replaced
 from zero.optimizer import UpdateGroup, update_groups
 from zero.parameter import reference_of
@@ -68,6 +68,8 @@ class LoadRequest:
 def save_checkpoint(engine: ZeroEngine, request: SaveRequest, *, blocking: bool) -> None:
     """Save a checkpoint; a collective. Without `blocking` a thread goes on with it."""
     wait_for_checkpoint(engine)
+    if engine.optimizer is not None and engine._history.updates:
+        refuse_generic(engine.optimizer.fused, "save_checkpoint")
     _come_to_rest(engine)
     save = Save(engine, request)
     runtime = engine._runtime
@@ -180,7 +182,7 @@ class _Loading:
         rank = engine.global_rank if engine.global_rank < len(ranks) else 0
         self._rank: RankEntry = ranks[rank]
         RunState.from_json(json.dumps(self._rank.run), {})
-        self._io = open_engine("auto", directory=path)
+        self._io = open_disk_engine(path)
 
     @classmethod
     def open(cls, engine: ZeroEngine, request: LoadRequest) -> _Loading | None:

@@ -125,6 +125,8 @@ class ZeroConfig(Document):
             parameter_offload=_offload(zero.offload_param),
             optimizer_offload=_offload(zero.offload_optimizer),
             sub_group_numel=zero.sub_group_size or ZeroOptimization().sub_group_size,
+            prefetch_numel=zero.stage3_prefetch_bucket_size,
+            live_numel=zero.stage3_max_live_parameters,
             tiers=self._tier_settings(),
             aio=AioSettings()
             if aio is None

@@ -193,10 +193,9 @@ class ZeroOptimization(Section):
         why="it changes results: some gradients are applied steps later",
         instead="remove it; read-ahead and write-behind hide the transfers exactly",
     )
-    stage3_prefetch_bucket_size: Annotated[int, Integer()] = no_effect(
-        "elements gathered ahead",
+    stage3_prefetch_bucket_size: Annotated[int, Integer()] = key(
+        "parameters read ahead of their use, at most and while host memory is spare; 0 for none",
         default=50_000_000,
-        why="prefetch uses the host memory that is spare",
         auto=Auto.PREFETCH,
     )
     stage3_param_persistence_threshold: Annotated[int, Integer()] = no_effect(
@@ -208,8 +207,11 @@ class ZeroOptimization(Section):
     stage3_model_persistence_threshold: Annotated[int, Integer()] = no_effect(
         "elements that may stay gathered in all", default=sys.maxsize, why=_RESIDENCY
     )
-    stage3_max_live_parameters: Annotated[int, Integer()] = no_effect(
-        "elements gathered at once", default=1_000_000_000, why=_RESIDENCY, auto=Auto.DEFAULT
+    stage3_max_live_parameters: Annotated[int, Integer()] = key(
+        "parameters gathered and read ahead at once; reading ahead ends there, a module that is"
+        " larger is gathered whole",
+        default=1_000_000_000,
+        auto=Auto.DEFAULT,
     )
     stage3_max_reuse_distance: Annotated[int, Integer()] = no_effect(
         "keep gathered what is used again sooner",

@@ -179,7 +179,7 @@ DAMAGES = {
     other_names: "missing in the checkpoint: .*; not in the model: other",
     tagged_code: r"no kind of value '\$module'",
     empty: "has no manifest.json",
-    of_deepspeed: "looks like a checkpoint of DeepSpeed",
+    of_deepspeed: "model_states.pt cannot be read",
 }
 
 
