@@ -5,7 +5,8 @@
 end of a backward on, so that `clip_grad_norm_` and the like see and change the true one. What a
 user puts there instead is the whole truth, None included, and is taken over before the next
 gradient is accumulated, when the views are withdrawn (`engine.backward` does so before it begins),
-and at the step.
+and at the step. Where several ranks have the parameter in full nothing is shown: each would add its
+own gradient to what is there, and only their mean counts.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class ShownGradients:
         """Tell whether `.grad` can be the gradient at parameters of a segment."""
         return (
             segment.is_in_place
+            and not segment.is_replicated
             and segment.spec.trainable
             and segment.spec.gradient is segment.spec.element
         )
