@@ -4,10 +4,14 @@ Importing does nothing: the native module, the C library and the kernel are firs
 engine, an arena or a file is made.
 """
 
+from aio_ops.data_file import DataFile
 from aio_ops.device import DeviceMover
+from aio_ops.directories import Directory, SyncedDirectory, remove_file, replace_file
 from aio_ops.engine import Engine, open_engine
 from aio_ops.memory import DeviceSpan, HostArena, Span
 from aio_ops.pinned import PinnedArena
+from aio_ops.platter import Platter, SimulatedCrash
+from aio_ops.run_directory import RunClaim, RunInUseError, RunLock
 from aio_ops.schedule import Schedule
 from aio_ops.schedule_measurement import ScheduleMeasurement, measure_schedule
 from aio_ops.simulated import Fault, SimulatedDisk
@@ -18,18 +22,26 @@ from aio_ops.threads_engine import native_available, native_unavailable_reason
 from aio_ops.transfer import Ticket, TransferError, TransferFile
 
 __all__ = [
+    "DataFile",
     "DeviceMover",
     "DeviceSpan",
+    "Directory",
     "Engine",
     "Fault",
     "HostArena",
     "PinnedArena",
+    "Platter",
+    "RunClaim",
+    "RunInUseError",
+    "RunLock",
     "Schedule",
     "ScheduleMeasurement",
+    "SimulatedCrash",
     "SimulatedDisk",
     "Span",
     "StripedFile",
     "SwapFile",
+    "SyncedDirectory",
     "Ticket",
     "TransferError",
     "TransferFile",
@@ -38,4 +50,6 @@ __all__ = [
     "native_available",
     "native_unavailable_reason",
     "open_engine",
+    "remove_file",
+    "replace_file",
 ]

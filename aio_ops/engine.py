@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, NamedTuple, Self, assert_never
 
+from aio_ops.keeping import FileKeeper
 from aio_ops.linux import require_linux
 from aio_ops.memory import Span
 from aio_ops.process import ProcessBound
@@ -22,7 +23,7 @@ _BLOCK_ALIGNMENT_BYTES = 4096
 _MAXIMUM_BLOCK_BYTES = 1 << 30  # the kernel moves less than 2 GiB a call
 
 
-class Engine(ProcessBound, abc.ABC):
+class Engine(FileKeeper, ProcessBound, abc.ABC):
     """Moves bytes between files and memory without making the caller wait.
 
     One transfer completes on its own; nothing is ordered between transfers, so a caller that reads
@@ -60,19 +61,21 @@ class Engine(ProcessBound, abc.ABC):
         capacities: Sequence[int | None] | None = None,
         unit_bytes: int | None = None,
         any_alignment: bool = False,
+        name: str | None = None,
     ) -> StripedFile:
         """Return one new file of zero bytes over directories on different drives.
 
         Each gets bytes in proportion to its weight, but no more than its capacity, in stripes of
         `unit_bytes` (at most 4 MiB if left out) that alternate [Note: stripes]. "auto" measures
         each directory for about a second. All space is reserved here; an OSError names the
-        directory that cannot, and then nothing is left in the others.
+        directory that cannot, and then nothing is left in the others. With a `name` the members
+        stay under it, and `open_striped_file` finds them again.
         """
         from aio_ops.stripe_creation import StripeRequest, create
 
         self._require_usable()
         request = StripeRequest(
-            directories, size_bytes, weights, capacities, unit_bytes, any_alignment
+            directories, size_bytes, weights, capacities, unit_bytes, any_alignment, name
         )
         return create(self, request)
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from aio_ops import _native
     from aio_ops.engine import Engine
 
-_CUDA_CHUNK_BYTES = 1 << 30
 _MBIND_CALLS = {"x86_64": 237, "aarch64": 235}
 _MPOL_PREFERRED = 1
 _LONG_BITS = 64
@@ -110,25 +109,19 @@ def locked_bytes() -> int:
 
 
 def _register(mapping: Mapping, cuda: "_native.Cuda") -> str | None:
-    """Register the memory with CUDA, in chunks, and return None, or give back and return why."""
-    chunks = range(mapping.address, mapping.address + mapping.size_bytes, _CUDA_CHUNK_BYTES)
-    stop = mapping.address + mapping.size_bytes
-    done: list[int] = []
-    for address in chunks:
-        size_bytes = min(_CUDA_CHUNK_BYTES, stop - address)
-        error = cuda.register_host(address, size_bytes)
-        if error:
-            for registered in done:
-                cuda.unregister_host(registered)
-            return f"{cuda.describe(error)}, for {size_bytes} bytes after {len(done)} chunks"
-        done.append(address)
-    mapping.before_unmap.append(functools.partial(_unregister, cuda, done))
+    """Register the memory with CUDA and return None, or why it is refused.
+
+    All of it at once: CUDA refuses copies that touch two registrations.
+    """
+    error = cuda.register_host(mapping.address, mapping.size_bytes)
+    if error:
+        return f"{cuda.describe(error)}, for {mapping.size_bytes} bytes"
+    mapping.before_unmap.append(functools.partial(_unregister, cuda, mapping.address))
     return None
 
 
-def _unregister(cuda: "_native.Cuda", addresses: list[int]) -> None:
-    for address in addresses:
-        cuda.unregister_host(address)
+def _unregister(cuda: "_native.Cuda", address: int) -> None:
+    cuda.unregister_host(address)
 
 
 def _numa_node_of(pci_bus_id: str) -> int | None:

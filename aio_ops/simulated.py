@@ -14,11 +14,15 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, assert_never
+from typing import TYPE_CHECKING, Literal, assert_never
 
 from aio_ops.engine import Engine
 from aio_ops.memory import Span
+from aio_ops.run_directory import RunClaim
 from aio_ops.transfer import Operation, Outcome, Ticket, Transfer, TransferFile
+
+if TYPE_CHECKING:
+    from aio_ops.platter import Platter
 
 FaultKind = Literal["eio", "enospc", "short", "torn"]
 
@@ -90,6 +94,13 @@ class SimulatedFile:
             raise ValueError(f"{self.path} is closed")
         return self.contents
 
+    def store(self, start: int, data: bytes) -> None:
+        """Take the bytes of a write that completes."""
+        self.contents[start : start + len(data)] = data
+
+    def sync(self) -> None:
+        """Do nothing: these bytes are as safe as they get."""
+
     def close(self) -> None:
         """Give the file up."""
         self._closed = True
@@ -98,7 +109,7 @@ class SimulatedFile:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
     transfer: Transfer
-    contents: bytearray
+    file: SimulatedFile
     span: Span
     fault: Outcome | None
 
@@ -108,9 +119,9 @@ class _Pending:
         start, size_bytes = self.transfer.offset, outcome.moved_bytes
         memory = self.span.view()
         if self.transfer.operation is Operation.WRITE:
-            self.contents[start : start + size_bytes] = memory[:size_bytes]
+            self.file.store(start, bytes(memory[:size_bytes]))
         else:
-            memory[:size_bytes] = self.contents[start : start + size_bytes]
+            memory[:size_bytes] = self.file.contents[start : start + size_bytes]
         self.transfer.finish(outcome)
 
 
@@ -120,8 +131,16 @@ class SimulatedDisk(Engine):
     name = "simulated"
     reason = "a test asked for it"
 
-    def __init__(self, seed: int, *, fault: Fault | None = None, reorder: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        fault: Fault | None = None,
+        reorder: bool = True,
+        platter: "Platter | None" = None,
+    ) -> None:
         super().__init__()
+        self._platter = platter
         self.submitted = 0
         self._random = random.Random(seed)
         self._fault = fault
@@ -137,6 +156,15 @@ class SimulatedDisk(Engine):
             raise ValueError(f"a swap file cannot have {size_bytes} bytes")
         path = Path(directory) / "<simulated swap file>"
         return SimulatedFile(path, size_bytes, any_alignment=any_alignment)
+
+    def open_named_file(self, path: Path, size_bytes: int, *, create: bool) -> SimulatedFile:
+        """Return a file of the platter, which outlives this engine."""
+        self._require_usable()
+        return self._require_platter().open_file(path, size_bytes, create=create)
+
+    def claim_directory(self, path: Path) -> RunClaim:
+        """Return a directory of the platter."""
+        return self._require_platter().claim(path)
 
     @property
     def in_flight(self) -> int:
@@ -169,12 +197,13 @@ class SimulatedDisk(Engine):
         self.submitted += 1
         if transfer.operation is Operation.READ:  # [Note: what makes it hostile]
             span.view()[:] = bytes([_SCRIBBLE]) * span.size_bytes
-        self._pending.append(_Pending(transfer, file.contents, span, fault))
+        self._pending.append(_Pending(transfer, file, span, fault))
         return Ticket(transfer, functools.partial(self._advance, transfer))
 
     def _complete_one(self) -> None:
         index = self._random.randrange(len(self._pending)) if self._reorder else 0
-        self._pending.pop(index).complete()
+        self._pending[index].complete()  # the machine may stop here: then it stays pending
+        self._pending.pop(index)
 
     def _advance(self, transfer: Transfer, timeout_s: float | None) -> None:
         self._require_same_process()
@@ -186,3 +215,8 @@ class SimulatedDisk(Engine):
 
     def _stop(self) -> None:
         self._pending.clear()
+
+    def _require_platter(self) -> "Platter":
+        if self._platter is None:
+            raise ValueError("a simulated disk keeps named files only if it is given a Platter")
+        return self._platter

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from aio_ops.engine import Engine
+from aio_ops.keeping import FileKeeper
 from aio_ops.stripe_measurement import measure_weights, shared_alignment
 from aio_ops.striped_file import StripedFile, check_directories
 from aio_ops.striping import DEFAULT_UNIT_BYTES, StripeLayout, check_weights, plan_stripes
@@ -22,6 +23,8 @@ class StripeRequest:
     capacities: Sequence[int | None] | None
     unit_bytes: int | None
     any_alignment: bool
+    name: str | None = None
+    """The members' name in their directories; without one they vanish with their descriptors."""
 
 
 def create(engine: Engine, request: StripeRequest) -> StripedFile:
@@ -96,12 +99,9 @@ def _reserve(
     members: list[TransferFile] = []
     try:
         for directory, size_bytes in zip(directories, layout.member_bytes, strict=True):
-            members.append(
-                engine.create_file(directory, size_bytes, any_alignment=request.any_alignment)
-            )
+            members.append(_make(engine, directory, size_bytes, request))
     except OSError as error:
-        for member in members:
-            member.close()
+        _give_up(members, request)
         place, size_bytes = directories[len(members)], layout.member_bytes[len(members)]
         raise OSError(
             error.errno,
@@ -110,7 +110,47 @@ def _reserve(
             "capacity, then the others hold the rest",
         ) from error
     except BaseException:
+        _give_up(members, request)
+        raise
+    return members
+
+
+def _make(engine: Engine, directory: Path, size_bytes: int, request: StripeRequest) -> TransferFile:
+    if request.name is not None:
+        return engine.open_named_file(directory / request.name, size_bytes, create=True)
+    return engine.create_file(directory, size_bytes, any_alignment=request.any_alignment)
+
+
+def _give_up(members: Sequence[TransferFile], request: StripeRequest) -> None:
+    for member in members:
+        member.close()
+        if request.name is not None:
+            member.path.unlink()
+
+
+def open_named(
+    engine: FileKeeper, paths: Sequence[Path], member_bytes: Sequence[int], unit_bytes: int
+) -> StripedFile:
+    """Return a striped file whose members were made with names, laid out as it was.
+
+    Raises:
+        OSError: if a member is missing or has another size.
+    """
+    members: list[TransferFile] = []
+    try:
+        for path, size_bytes in zip(paths, member_bytes, strict=True):
+            members.append(engine.open_named_file(path, size_bytes, create=False))
+        # Weights that are whole numbers of sectors give each member exactly its bytes again.
+        layout = plan_stripes(
+            sum(member_bytes),
+            [float(size_bytes) for size_bytes in member_bytes],
+            alignment_bytes=max(member.alignment_bytes for member in members),
+            unit_bytes=unit_bytes,
+        )
+    except BaseException:
         for member in members:
             member.close()
         raise
-    return members
+    if layout.member_bytes != tuple(member_bytes):
+        raise ValueError(f"a striped file of {list(member_bytes)} bytes cannot be laid out again")
+    return StripedFile(members, layout)

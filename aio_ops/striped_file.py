@@ -52,6 +52,11 @@ class StripedFile:
         """Return an object that keeps every member's descriptor open."""
         return tuple(member.lease() for member in self.members)
 
+    def sync(self) -> None:
+        """Sync every member: a file is as safe as all of its drives."""
+        for member in self.members:
+            member.sync()
+
     def close(self) -> None:
         """Give every member up."""
         for member in self.members:

@@ -1,4 +1,7 @@
-"""The swap file: reserved space without a name, on direct I/O wherever the file system takes it."""
+"""The swap file: reserved space, on direct I/O wherever the file system takes it.
+
+It has no name and vanishes with its last descriptor; that of a durable run has one and stays.
+"""
 
 import contextlib
 import errno
@@ -33,7 +36,7 @@ class Descriptor:
             self.edge.close()
         number, self.number = self.number, -1
         if number >= 0:
-            # If closed underneath: the file has no name, so there is nothing left to lose.
+            # If closed underneath: what had to last was synced, so there is nothing left to lose.
             with contextlib.suppress(OSError):
                 os.close(number)
 
@@ -42,7 +45,7 @@ class Descriptor:
 
 
 class SwapFile:
-    """A file of fixed size whose space is reserved and which vanishes with its last descriptor."""
+    """A file of fixed size whose space is reserved."""
 
     def __init__(
         self,
@@ -81,7 +84,59 @@ class SwapFile:
             raise
 
     @classmethod
-    def _prepare(cls, descriptor: Descriptor, directory: Path, size_bytes: int) -> "SwapFile":
+    def create_named(cls, path: Path, size_bytes: int) -> "SwapFile":
+        """Return a new file of zero bytes that stays, or raise; the path must be free.
+
+        The caller syncs the directory. What cannot be reserved leaves no file.
+        """
+        require_linux()
+        if not 0 < size_bytes < 1 << 62:
+            raise ValueError(f"a swap file cannot have {size_bytes} bytes")
+        flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC
+        descriptor = Descriptor(os.open(path, flags, 0o600))
+        try:
+            return cls._prepare(descriptor, path.parent, size_bytes, path)
+        except BaseException:
+            descriptor.close()
+            path.unlink()
+            raise
+
+    @classmethod
+    def open_named(cls, path: Path, size_bytes: int) -> "SwapFile":
+        """Return a file that `create_named` once made, with the bytes that it has.
+
+        Raises:
+            OSError: if there is none, or it has another size.
+        """
+        require_linux()
+        descriptor = Descriptor(os.open(path, os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC))
+        try:
+            stated_bytes = stated_direct_alignment(descriptor.number)
+            alignment_bytes = max(stated_bytes or 0, _MINIMUM_ALIGNMENT_BYTES)
+            found_bytes = os.fstat(descriptor.number).st_size
+            wanted_bytes = align_up(size_bytes, alignment_bytes)
+            if found_bytes != wanted_bytes:
+                raise OSError(
+                    errno.EIO,
+                    f"{path} has {found_bytes} bytes, and {wanted_bytes} are needed: it was cut or"
+                    " belongs to something else",
+                )
+            refusal = _try_direct(descriptor.number, alignment_bytes, stated_bytes, writes=False)
+        except BaseException:
+            descriptor.close()
+            raise
+        return cls(
+            descriptor, path, size_bytes, alignment_bytes=alignment_bytes, direct=refusal is None
+        )
+
+    @classmethod
+    def _prepare(
+        cls,
+        descriptor: Descriptor,
+        directory: Path,
+        size_bytes: int,
+        path: Path | None = None,
+    ) -> "SwapFile":
         stated_bytes = stated_direct_alignment(descriptor.number)
         alignment_bytes = max(stated_bytes or 0, _MINIMUM_ALIGNMENT_BYTES)
         # Before O_DIRECT: the C library's emulation of fallocate writes single bytes.
@@ -96,7 +151,7 @@ class SwapFile:
             )
         return cls(
             descriptor,
-            Path(directory) / "<unlinked swap file>",
+            path or Path(directory) / "<unlinked swap file>",
             size_bytes,
             alignment_bytes=alignment_bytes,
             direct=refusal is None,
@@ -122,8 +177,12 @@ class SwapFile:
         edge = self.lease().edge
         return -1 if edge is None else edge.number
 
+    def sync(self) -> None:
+        """Return once everything that was written will be there after a crash."""
+        os.fdatasync(self.fileno())
+
     def close(self) -> None:
-        """Give the file up; its space is freed once no transfer uses it any more."""
+        """Give the file up; without a name its space is freed once no transfer uses it."""
         self._descriptor = None
 
     def __enter__(self) -> Self:
@@ -178,8 +237,13 @@ def _reserve(descriptor: int, directory: Path, size_bytes: int) -> None:
         ) from error
 
 
-def _try_direct(descriptor: int, alignment_bytes: int, stated_bytes: int | None) -> str | None:
-    """Switch the file to direct I/O and return None, or leave it buffered and return why."""
+def _try_direct(
+    descriptor: int, alignment_bytes: int, stated_bytes: int | None, *, writes: bool = True
+) -> str | None:
+    """Switch the file to direct I/O and return None, or leave it buffered and return why.
+
+    Without `writes` it is only tried to read: the file has bytes that count.
+    """
     import fcntl  # not at the top: this package must import on every platform
     import mmap
 
@@ -189,7 +253,7 @@ def _try_direct(descriptor: int, alignment_bytes: int, stated_bytes: int | None)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
         with mmap.mmap(-1, alignment_bytes) as block:  # zeros at a page boundary, as the file has
-            moved_bytes = os.pwrite(descriptor, block, 0)
+            moved_bytes = os.pwrite(descriptor, block, 0) if writes else alignment_bytes
             if moved_bytes == alignment_bytes:
                 moved_bytes = os.preadv(descriptor, [block], 0)
     except OSError as error:

@@ -60,6 +60,9 @@ class TransferFile(Protocol):
     def lease(self) -> object:
         """Return an object that keeps the descriptor open as long as it is held."""
 
+    def sync(self) -> None:
+        """Return once everything that was written will be there after a crash."""
+
     def close(self) -> None:
         """Give the file up."""
 

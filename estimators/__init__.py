@@ -8,7 +8,18 @@ from estimators.field import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from estimators.formats import ElementType, StateField, StateFormat, record_layout
+from estimators.formats import (
+    CODE_BLOCK_NUMEL,
+    EXTRA_FIELDS,
+    ElementType,
+    GenericRule,
+    RecordLayout,
+    StateField,
+    StateFormat,
+    UpdateRule,
+    record_fields,
+    record_layout,
+)
 from estimators.layout import (
     SHARD_ALIGNMENT_NUMEL,
     FlatLayout,
@@ -21,23 +32,28 @@ from estimators.layout import (
 )
 from estimators.placement import Budget, PlanError, minimum_host_bytes, plan_placement
 from estimators.rates import ASSUMED_RATES, DriveRates
-from estimators.records import Extent, Section, SubGroup
+from estimators.records import Extent, ResidentCopy, Section, SubGroup
 from estimators.segments import PlacementRequest, SegmentSpec, Tier
 from estimators.summary import MemoryPlan, PlanRow, SlotPlan, StepTraffic, step_traffic
 
 __all__ = [
     "ASSUMED_RATES",
+    "CODE_BLOCK_NUMEL",
+    "EXTRA_FIELDS",
     "SHARD_ALIGNMENT_NUMEL",
     "Budget",
     "DriveRates",
     "ElementType",
     "Extent",
     "FlatLayout",
+    "GenericRule",
     "MemoryPlan",
     "Piece",
     "PlacementRequest",
     "PlanError",
     "PlanRow",
+    "RecordLayout",
+    "ResidentCopy",
     "Section",
     "SegmentSpec",
     "SlotPlan",
@@ -46,6 +62,7 @@ __all__ = [
     "StepTraffic",
     "SubGroup",
     "Tier",
+    "UpdateRule",
     "align_up",
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",
@@ -56,6 +73,7 @@ __all__ = [
     "flat_layout",
     "minimum_host_bytes",
     "plan_placement",
+    "record_fields",
     "record_layout",
     "shard_bounds",
     "shard_pieces",

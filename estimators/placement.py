@@ -5,14 +5,15 @@ whatever is resident saves its traffic at every step. What saves most drive time
 first, reads and writes both: a byte of a parameter is read for the forward and the backward of each
 micro-batch and for the update, and written once; a byte of a gradient is read and written once a
 micro-batch; a byte of state once a step. The last section that does not fit as a whole is cut in
-two, so the budget is used to the page and NVMe traffic falls linearly with it. Slots are sized
+two, so the budget is used to the page and NVMe traffic falls linearly with it. Spare memory of a
+device that updates is spent first, in the same order, by whole segments. Slots are sized
 before anything is pinned, because without them nothing moves; they stay a small part of what pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from estimators.layout import SHARD_ALIGNMENT_NUMEL, align_up, split_evenly_bounded
 from estimators.rates import ASSUMED_RATES
@@ -20,9 +21,11 @@ from estimators.records import (
     Extent,
     Section,
     SubGroup,
+    host_staging_bytes,
     lowest_tiers,
     section_bytes,
     staged_bytes,
+    sub_group_cap,
 )
 from estimators.segments import PlacementRequest, SegmentSpec, Tier
 from estimators.summary import (
@@ -31,6 +34,7 @@ from estimators.summary import (
     SlotPlan,
     moves_per_step,
     resident_bytes,
+    resident_copies,
 )
 
 SLOT_TARGET_BYTES = 64 << 20
@@ -90,7 +94,7 @@ def _full_slot_bytes(request: PlacementRequest) -> int:
     """Return the slot that the configured sub-group size alone would ask for."""
     largest = 0
     for segment in request.segments:
-        numel = min(request.sub_group_numel, segment.layout(request.world_size).shard_numel)
+        numel = min(sub_group_cap(request, segment), segment.layout(request.world_size).shard_numel)
         largest = max(largest, staged_bytes(request, segment, numel))
     return min(largest, max(SLOT_TARGET_BYTES, _smallest_slot_bytes(request)))
 
@@ -108,17 +112,22 @@ def _smallest_slot_bytes(request: PlacementRequest) -> int:
 
 
 def in_play_bytes(request: PlacementRequest) -> int:
-    """Return the host bytes that hold everything which may leave the device."""
-    return _whole_bytes(request, (Tier.HOST, Tier.NVME))
+    """Return the host bytes that hold everything which may leave the device, and staging."""
+    return _whole_bytes(request, (Tier.HOST, Tier.NVME)) + host_staging_bytes(request)
 
 
 def minimum_host_bytes(request: PlacementRequest) -> int:
     """Return the smallest host budget of one rank that `plan_placement` takes."""
-    must_stay = _whole_bytes(request, (Tier.HOST,))
+    must_stay = _must_stay_bytes(request)
     if Tier.NVME not in lowest_tiers(request).values():
         return must_stay
     paging = must_stay + _smallest_slot_bytes(request)
     return paging if _is_capped(request) else min(paging, in_play_bytes(request))
+
+
+def _must_stay_bytes(request: PlacementRequest) -> int:
+    """Return the host bytes that no slot can replace: what may not page, and staging."""
+    return _whole_bytes(request, (Tier.HOST,)) + host_staging_bytes(request)
 
 
 def plan_slots(request: PlacementRequest, host_bytes: int) -> SlotPlan:
@@ -165,17 +174,35 @@ def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
     ]
     slots = SlotPlan(0, 0)
     if _pages(request, budget):
-        must_stay = _whole_bytes(request, (Tier.HOST,))
-        slots = plan_slots(request, budget.host_bytes - must_stay)
+        slots = plan_slots(request, budget.host_bytes - _must_stay_bytes(request))
         parts = [
             [_Part(index, start, stop) for start, stop in bounds]
             for index, bounds in enumerate(_cut(request, slots))
         ]
-    _Pinning(request, budget.host_bytes - slots.total_bytes).run(parts)
+    host_bytes = budget.host_bytes - slots.total_bytes - host_staging_bytes(request)
+    spare = _spare_device_bytes(request, budget, parts, slots)
+    _Pinning(request, host_bytes, spare).run(parts)
     sub_groups, swap_bytes = _build_sub_groups(request, parts)
     plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes)
+    if request.durable:
+        copies = resident_copies(plan)
+        swap_bytes += 2 * sum(copy.size_bytes for copy in copies)
+        plan = replace(plan, resident_copies=copies, swap_file_bytes=swap_bytes)
     _check_other_tiers(plan, budget)
     return plan
+
+
+def _spare_device_bytes(
+    request: PlacementRequest, budget: Budget, parts: list[list[_Part]], slots: SlotPlan
+) -> int:
+    """Return the device memory that nothing needs: what may rest elsewhere can rest there."""
+    if budget.device_bytes is None or not request.update_on_device:
+        return 0
+    copies = [[_Part(each.segment, each.start, each.stop) for each in row] for row in parts]
+    _Pinning(request, 0, 0).run(copies)
+    sub_groups, swap_bytes = _build_sub_groups(request, copies)
+    plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes)
+    return max(budget.device_bytes - plan.device_bytes, 0)
 
 
 def _check_request(request: PlacementRequest) -> None:
@@ -184,13 +211,18 @@ def _check_request(request: PlacementRequest) -> None:
             f"sub_group_size must be at least {SHARD_ALIGNMENT_NUMEL} elements,"
             f" got {request.sub_group_numel}"
         )
+    if request.replicates and request.parameter_tier is not Tier.DEVICE:
+        raise PlanError(
+            "parameters that each rank has in full rest on the device, not on"
+            f" {request.parameter_tier.value}; shard them (stage 3)"
+        )
 
 
 def _check_host(request: PlacementRequest, budget: Budget) -> None:
     needed = minimum_host_bytes(request)
     if budget.host_bytes >= needed:
         return
-    must_stay = _whole_bytes(request, (Tier.HOST,))
+    must_stay = _must_stay_bytes(request)
     what = f"{must_stay} bytes of state offloaded to cpu" if must_stay else ""
     if needed > must_stay:
         slot = f"{needed - must_stay} bytes for the smallest staging slot of this model"
@@ -207,10 +239,16 @@ def _check_host(request: PlacementRequest, budget: Budget) -> None:
 
 def _check_other_tiers(plan: MemoryPlan, budget: Budget) -> None:
     if budget.nvme_bytes is not None and plan.swap_file_bytes > budget.nvme_bytes:
+        twice = plan.twin_bytes + plan.commit_bytes
+        advice = (
+            f"do without tiers.durable, whose second copies take {twice} of them"
+            if plan.request.durable
+            else "raise tiers.host_memory"
+        )
         raise PlanError(
             f"the plan needs {plan.swap_file_bytes} bytes of NVMe a rank, its capacity is"
             f" {budget.nvme_bytes}; set the capacity in tiers.nvme to at least"
-            f" {plan.swap_file_bytes * budget.ranks}, or raise tiers.host_memory",
+            f" {plan.swap_file_bytes * budget.ranks}, or {advice}",
             needed_bytes=plan.swap_file_bytes,
         )
     if budget.device_bytes is not None and plan.device_bytes > budget.device_bytes:
@@ -255,7 +293,7 @@ def _cut(request: PlacementRequest, slots: SlotPlan | None) -> list[list[tuple[i
     cuts = []
     for segment in request.segments:
         shard_numel = segment.layout(request.world_size).shard_numel
-        cap = max(min(request.sub_group_numel, shard_numel), SHARD_ALIGNMENT_NUMEL)
+        cap = sub_group_cap(request, segment)
         if slots is not None and staged_bytes(request, segment, SHARD_ALIGNMENT_NUMEL):
             cap = largest_fitting_numel(request, segment, slots.size_bytes, cap)
         cuts.append(split_evenly_bounded(shard_numel, cap))
@@ -288,11 +326,12 @@ class _Part:
 
 
 class _Pinning:
-    """Spends a host budget on the sections that save most, see [Note: placement]."""
+    """Spends the budgets on the sections that save most, see [Note: placement]."""
 
-    def __init__(self, request: PlacementRequest, host_bytes: int) -> None:
+    def __init__(self, request: PlacementRequest, host_bytes: int, device_bytes: int) -> None:
         self._request = request
         self._left_bytes = host_bytes
+        self._device_left_bytes = device_bytes
         self._lowest = lowest_tiers(request)
         cap = request.max_host_parameter_numel
         self._parameters_left_numel = cap if request.parameter_tier is Tier.NVME else None
@@ -301,11 +340,21 @@ class _Pinning:
         """Set the tiers of all parts of all segments; some part may be cut in two."""
         for section, segment in self._classes():
             lowest = self._lowest[section]
-            if lowest is Tier.DEVICE:
+            if lowest is Tier.DEVICE or self._takes_device(section, segment):
                 for part in parts[segment]:
-                    part.tiers[section] = lowest
+                    part.tiers[section] = Tier.DEVICE
             else:
                 self._pin(section, segment, parts[segment])
+
+    def _takes_device(self, section: Section, segment: int) -> bool:
+        """Spend spare device memory on a section of a segment, if all of it fits."""
+        spec = self._request.segments[segment]
+        numel = spec.layout(self._request.world_size).shard_numel
+        size_bytes = resident_bytes(section_bytes(self._request, spec, numel)[section])
+        if size_bytes > self._device_left_bytes:
+            return False
+        self._device_left_bytes -= size_bytes
+        return True
 
     def _classes(self) -> Iterator[tuple[Section, int]]:
         """Yield `(section, segment)`: what must rest on the host, then what saves most per byte."""
@@ -371,6 +420,9 @@ def _build_sub_groups(
             if sections:
                 extent = Extent(f"{segment.name} {position}", end, tuple(sections))
                 end += inner
+                if request.durable:
+                    extent = replace(extent, twin_offset=end)
+                    end += extent.twin_bytes
             tiers = tuple(sorted(part.tiers.items()))
             sub_groups.append(
                 SubGroup(len(sub_groups), index, part.start, part.stop, tiers, extent)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Container
 from dataclasses import dataclass
 
-from estimators.formats import record_layout
-from estimators.layout import align_up
+from estimators.layout import SHARD_ALIGNMENT_NUMEL, align_up
 from estimators.segments import PlacementRequest, SegmentSpec, Tier
+
+STAGED_BYTES = 64 << 20
+"""Most bytes of a sub-group that passes between host and device: larger copies are no faster."""
+
+_STAGED_ALIGNMENT_BYTES = 4096
+
+DEVICE_BUFFER_COUNT = 3
+"""Buffers on a device that updates: one is copied in, one updated, one copied out."""
 
 
 class Section(enum.IntEnum):
@@ -31,6 +39,8 @@ class Extent:
     sections: tuple[tuple[Section, int, int], ...]
     """(section, offset in the extent, stored bytes), contiguous, each a multiple of the
     alignment."""
+    twin_offset: int | None = None
+    """Where the file has the second copy of what a durable run keeps; None without one."""
 
     @property
     def size_bytes(self) -> int:
@@ -68,6 +78,63 @@ class Extent:
         """Return the stored bytes of each of the given sections that rest here."""
         return {kind: size for kind, _, size in self.sections if kind in sections}
 
+    @property
+    def twin_bytes(self) -> int:
+        """Bytes of the second copy; gradients have none, for a commit is at a step boundary."""
+        if self.twin_offset is None:
+            return 0
+        return sum(size for kind, _, size in self.sections if kind is not Section.GRADIENT)
+
+    def copy_offset(self, section: Section, copy: int) -> int:
+        """Return where the file has a copy (0 or 1) of a section.
+
+        Raises:
+            ValueError: if there is no such copy.
+        """
+        if copy == 0:
+            return self.offset + self.offset_of(section)
+        if self.twin_offset is None or section is Section.GRADIENT or copy != 1:
+            raise ValueError(f"{self.name} has no copy {copy} of its {section.name}")
+        first = next(offset for kind, offset, _ in self.sections if kind is not Section.GRADIENT)
+        return self.twin_offset + self.offset_of(section) - first
+
+    def pieces(
+        self, sections: frozenset[Section], second: Container[Section] = ()
+    ) -> list[tuple[int, int, int]]:
+        """Return `(offset in the file, offset in the extent, bytes)` of sections, in order.
+
+        What lies together in both is one piece.
+
+        Args:
+            sections: which of them; those that do not rest here have no bytes.
+            second: those of which the second copy is meant.
+        """
+        found: list[tuple[int, int, int]] = []
+        for kind, inner, size in self.sections:
+            if kind not in sections:
+                continue
+            place = self.copy_offset(kind, 1 if kind in second else 0)
+            if found:
+                last_place, last_inner, last_size = found[-1]
+                if (last_place + last_size, last_inner + last_size) == (place, inner):
+                    found[-1] = (last_place, last_inner, last_size + size)
+                    continue
+            found.append((place, inner, size))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentCopy:
+    """Where a durable run keeps two copies of what rests in memory: one section of a segment."""
+
+    name: str
+    tier: Tier
+    section: Section
+    segment: int
+    size_bytes: int
+    offsets: tuple[int, int]
+    """Where the file has the first and the second copy."""
+
 
 @dataclass(frozen=True, slots=True)
 class SubGroup:
@@ -104,8 +171,7 @@ def section_bytes(
     sizes = {Section.PARAMETER: numel * segment.element.size_bytes}
     if segment.trainable and request.trains:
         sizes[Section.GRADIENT] = numel * segment.gradient.size_bytes
-        layout = record_layout(request.state_format, segment.element, numel)
-        sizes[Section.STATE] = layout.size_bytes
+        sizes[Section.STATE] = request.record_of(segment, numel).size_bytes
     return dict(sorted(sizes.items()))
 
 
@@ -126,3 +192,50 @@ def staged_bytes(request: PlacementRequest, segment: SegmentSpec, numel: int) ->
         for section, size in section_bytes(request, segment, numel).items()
         if lowest[section] is Tier.NVME
     )
+
+
+def sub_group_cap(request: PlacementRequest, segment: SegmentSpec) -> int:
+    """Return the most elements of a sub-group of a segment, whatever slots there are.
+
+    Beside a device, sub-groups pass through staging buffers, so they are no larger than those.
+    """
+    shard_numel = segment.layout(request.world_size).shard_numel
+    cap = min(request.sub_group_numel, shard_numel)
+    if not request.device_is_host and segment.trainable and request.trains:
+        line_bytes = sum(section_bytes(request, segment, SHARD_ALIGNMENT_NUMEL).values())
+        cap = min(cap, STAGED_BYTES // line_bytes * SHARD_ALIGNMENT_NUMEL)
+    return max(cap, SHARD_ALIGNMENT_NUMEL)
+
+
+def host_staging_bytes(request: PlacementRequest) -> int:
+    """Return the host memory that the processor needs to update what rests on a device."""
+    if request.device_is_host or request.update_on_device or not request.trains:
+        return 0
+    lowest = lowest_tiers(request)
+    return max(
+        (
+            sum(
+                align_up(size, _STAGED_ALIGNMENT_BYTES)
+                for section, size in section_bytes(
+                    request, segment, sub_group_cap(request, segment)
+                ).items()
+                if lowest[section] is Tier.DEVICE
+            )
+            for segment in request.segments
+            if segment.trainable and segment.layout(request.world_size).shard_numel
+        ),
+        default=0,
+    )
+
+
+def staged_offsets(
+    request: PlacementRequest, segment: SegmentSpec, group: SubGroup
+) -> dict[Section, int]:
+    """Return where the sections of a sub-group that do not rest on the device lie in a buffer."""
+    offsets = {}
+    end = 0
+    for section, size in section_bytes(request, segment, group.numel).items():
+        if group.tier(section) is not Tier.DEVICE:
+            offsets[section] = end
+            end = align_up(end + size, _STAGED_ALIGNMENT_BYTES)
+    return offsets

@@ -5,7 +5,14 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from estimators.formats import ElementType, StateFormat
+from estimators.formats import (
+    ElementType,
+    GenericRule,
+    RecordLayout,
+    StateFormat,
+    UpdateRule,
+    record_layout,
+)
 from estimators.layout import FlatLayout, flat_layout
 from estimators.rates import DriveRates
 
@@ -31,12 +38,15 @@ class SegmentSpec:
     param_group: int
     gradient_element: ElementType | None = None
     """Type that gradients accumulate in; None is the parameters' own."""
+    state_format: StateFormat | None = None
+    """How its state is stored where that is not as for the rest of the model."""
 
     @property
     def name(self) -> str:
         """Name for people: unit, type and group."""
         kind = "trainable" if self.trainable else "frozen"
-        return f"{self.unit}[{self.element.value}, {kind}, group {self.param_group}]"
+        kept = f", {self.state_format.value}" if self.state_format is not None else ""
+        return f"{self.unit}[{self.element.value}, {kind}, group {self.param_group}{kept}]"
 
     @property
     def gradient(self) -> ElementType:
@@ -75,3 +85,28 @@ class PlacementRequest:
     """Micro-batches of a step: each reads the parameters twice and adds to the gradients."""
     rates: DriveRates | None = None
     """What the drive can do, measured or given; None weighs reads and writes alike."""
+    device_is_host: bool = True
+    """Whether the device is the processor: then what rests on the host is used where it rests."""
+    update_on_device: bool = False
+    """Whether state passes through a device that is not the host, to be updated there."""
+    durable: bool = False
+    """Whether the swap file has two copies of parameters and state, resident ones too."""
+    replicates: bool = False
+    """Whether each rank has all parameters in full, on the device, its own shard among them."""
+    rule: UpdateRule | GenericRule = UpdateRule.ADAMW
+    """The optimizer, which decides which moments are stored."""
+
+    def format_of(self, segment: SegmentSpec) -> StateFormat:
+        """Return how the state of a segment is stored; without a kernel it is never lossy."""
+        chosen = segment.state_format or self.state_format
+        is_generic = isinstance(self.rule, GenericRule)
+        return StateFormat.EXACT if is_generic and chosen.is_lossy else chosen
+
+    def rounds(self, segment: SegmentSpec) -> bool:
+        """Tell whether an update of a segment rounds by random bits."""
+        lossy = self.format_of(segment).is_lossy and segment.element is ElementType.BF16
+        return lossy and segment.trainable and self.trains
+
+    def record_of(self, segment: SegmentSpec, numel: int) -> RecordLayout:
+        """Lay out the record of `numel` elements of a segment."""
+        return record_layout(self.format_of(segment), segment.element, numel, self.rule)

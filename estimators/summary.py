@@ -8,12 +8,21 @@ from functools import cached_property
 from typing import assert_never
 
 from estimators.layout import align_up
-from estimators.records import Section, SubGroup, section_bytes
+from estimators.records import (
+    DEVICE_BUFFER_COUNT,
+    ResidentCopy,
+    Section,
+    SubGroup,
+    host_staging_bytes,
+    section_bytes,
+    staged_offsets,
+)
 from estimators.segments import PlacementRequest, Tier
 
 LIVE_PARAMETERS = "parameters unsharded (peak)"
 GRADIENT_SCRATCH = "gradients unsharded (peak)"
 COLLECTIVE_SCRATCH = "collectives (peak)"
+STAGING = "staging of the update"
 START_EXCESS = "setting parameters at the start (peak beyond a step's)"
 
 HEAP_KEPT_BYTES = 32 << 20
@@ -68,8 +77,25 @@ class StepTraffic:
         return sum(self.written_bytes.values())
 
 
+class DurableBytes:
+    """What a durable run takes beside what others take."""
+
+    sub_groups: tuple[SubGroup, ...]
+    resident_copies: tuple[ResidentCopy, ...]
+
+    @property
+    def twin_bytes(self) -> int:
+        """Swap-file bytes of the second copies of what rests on NVMe."""
+        return sum(group.extent.twin_bytes for group in self.sub_groups if group.extent is not None)
+
+    @property
+    def commit_bytes(self) -> int:
+        """Bytes that a commit writes from memory, if all of it has changed."""
+        return sum(copy.size_bytes for copy in self.resident_copies)
+
+
 @dataclass(frozen=True)
-class MemoryPlan:
+class MemoryPlan(DurableBytes):
     """What rests where for one rank; the runtime allocates exactly this."""
 
     request: PlacementRequest
@@ -77,6 +103,8 @@ class MemoryPlan:
     slots: SlotPlan
     swap_file_bytes: int
     host_budget_bytes: int
+    resident_copies: tuple[ResidentCopy, ...] = ()
+    """What a commit of a durable run writes beside what rests on NVMe."""
 
     @cached_property
     def by_segment(self) -> tuple[tuple[SubGroup, ...], ...]:
@@ -109,17 +137,29 @@ class MemoryPlan:
         their bytes add up whatever the cuts, because every sub-group holds whole cache lines.
         """
         return sum(
-            resident_bytes(sum(size for _, size in self.resident_parts(tier, section, index)))
+            self.resident_segment_bytes(tier, section, index)
             for index in range(len(self.request.segments))
         )
 
-    def is_in_place(self, segment: int) -> bool:
-        """Tell whether the flat buffer of a segment is its shard: nothing is ever freed."""
-        tier = self.segment_tier(segment, Section.PARAMETER)
-        return self.request.world_size == 1 and tier is not Tier.NVME
+    def resident_segment_bytes(self, tier: Tier, section: Section, segment: int) -> int:
+        """Return the arena bytes of one segment's section on the device or host tier.
 
-    def _window_bytes(self, sizes: Sequence[int]) -> int:
-        """Return the bytes of what is live at once: the root unit and two others."""
+        Where parameters are kept in full, those of the other ranks lie around this rank's.
+        """
+        own_bytes = sum(size for _, size in self.resident_parts(tier, section, segment))
+        copies = self.request.world_size if is_full(self.request, section) else 1
+        return resident_bytes(own_bytes * copies)
+
+    def is_in_place(self, segment: int) -> bool:
+        """Tell whether the flat buffer of a segment rests as it is: nothing is ever freed."""
+        usable = (Tier.DEVICE, Tier.HOST) if self.request.device_is_host else (Tier.DEVICE,)
+        is_whole = self.request.world_size == 1 or self.request.replicates
+        return is_whole and all(
+            group.tier(Section.PARAMETER) in usable for group in self.by_segment[segment]
+        )
+
+    def _window_bytes(self, sizes: Sequence[int], others: int = 2) -> int:
+        """Return the bytes of what is live at once: the root unit and some others."""
         root = sum(
             size
             for size, segment in zip(sizes, self.request.segments, strict=True)
@@ -129,11 +169,14 @@ class MemoryPlan:
         for size, segment in zip(sizes, self.request.segments, strict=True):
             if segment.unit_index:
                 units[segment.unit_index] = units.get(segment.unit_index, 0) + size
-        return root + sum(sorted(units.values())[-2:])
+        return root + sum(sorted(units.values())[-others:])
 
     @property
     def live_parameter_bytes(self) -> int:
-        """Peak bytes of unsharded parameters (a backward holds the root and two units)."""
+        """Peak bytes of unsharded parameters (a backward holds the root and two units).
+
+        A device that is not the host gets those of the next unit meanwhile.
+        """
         world_size = self.request.world_size
         return self._window_bytes(
             [
@@ -141,7 +184,8 @@ class MemoryPlan:
                 if self.is_in_place(index)
                 else segment.layout(world_size).padded_numel * segment.element.size_bytes
                 for index, segment in enumerate(self.request.segments)
-            ]
+            ],
+            others=2 if self.request.device_is_host else 3,
         )
 
     @property
@@ -175,6 +219,21 @@ class MemoryPlan:
         return max(copies, default=0) + max(kept, default=0)
 
     @property
+    def device_buffer_bytes(self) -> int:
+        """Bytes of one of the buffers through which a device updates what rests elsewhere."""
+        request = self.request
+        if not request.update_on_device:
+            return 0
+        ends = [0]
+        for group in self.sub_groups:
+            if group.tier(Section.STATE) is not None:
+                segment = request.segments[group.segment]
+                sizes = section_bytes(request, segment, group.numel)
+                offsets = staged_offsets(request, segment, group)
+                ends += [offset + sizes[section] for section, offset in offsets.items()]
+        return resident_bytes(max(ends))
+
+    @property
     def start_excess_bytes(self) -> int:
         """Bytes that setting the parameters at the start takes beyond what a step does."""
         return max(self.request.start_bytes - self._step_bytes, 0)
@@ -182,16 +241,21 @@ class MemoryPlan:
     @property
     def _step_bytes(self) -> int:
         """Peak bytes of what comes and goes in a step."""
-        return (
+        passing = (
             self.live_parameter_bytes + self.gradient_scratch_bytes + self.collective_scratch_bytes
         )
+        return max(passing, DEVICE_BUFFER_COUNT * self.device_buffer_bytes)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that the host arena takes: slots and everything resident there."""
-        return self.slots.total_bytes + sum(
-            self.resident_section_bytes(Tier.HOST, section) for section in Section
-        )
+        """Bytes that the host arenas take: slots, staging and everything resident there."""
+        resident = sum(self.resident_section_bytes(Tier.HOST, section) for section in Section)
+        return self.slots.total_bytes + self.staging_bytes + resident
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of host memory in which the processor updates what rests on a device."""
+        return host_staging_bytes(self.request)
 
     @property
     def device_bytes(self) -> int:
@@ -215,10 +279,13 @@ class MemoryPlan:
         rows.append(PlanRow(Tier.DEVICE, COLLECTIVE_SCRATCH, self.collective_scratch_bytes))
         rows.append(PlanRow(Tier.DEVICE, START_EXCESS, self.start_excess_bytes))
         rows.append(PlanRow(Tier.HOST, f"slots ({self.slots.count})", self.slots.total_bytes))
+        rows.append(PlanRow(Tier.HOST, STAGING, self.staging_bytes))
         rows.extend(
             PlanRow(Tier.NVME, f"{section.name.lower()}s", self.nvme_section_bytes(section))
             for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)
         )
+        rows.append(PlanRow(Tier.NVME, "second copies (durable)", self.twin_bytes))
+        rows.append(PlanRow(Tier.NVME, "resident state, twice (durable)", 2 * self.commit_bytes))
         order = list(Tier)
         return sorted(
             (row for row in rows if row.size_bytes), key=lambda row: order.index(row.tier)
@@ -231,6 +298,30 @@ class MemoryPlan:
             for group in self.sub_groups
             if group.extent is not None
         )
+
+
+def is_full(request: PlacementRequest, section: Section) -> bool:
+    """Tell whether each rank has all of a section, not just its shard."""
+    return section is Section.PARAMETER and request.replicates
+
+
+def resident_copies(plan: MemoryPlan) -> tuple[ResidentCopy, ...]:
+    """Return where a durable run keeps what rests in memory, behind the extents of the plan.
+
+    Gradients are left out: a commit is at a step boundary.
+    """
+    end = plan.swap_file_bytes
+    copies = []
+    for tier in (Tier.DEVICE, Tier.HOST):
+        for section in (Section.PARAMETER, Section.STATE):
+            for index, segment in enumerate(plan.request.segments):
+                size = plan.resident_segment_bytes(tier, section, index)
+                if size:
+                    name = f"{segment.name} ({section.name.lower()}, {tier.value})"
+                    places = (end, end + size)
+                    copies.append(ResidentCopy(name, tier, section, index, size, places))
+                    end += 2 * size
+    return tuple(copies)
 
 
 def moves_per_step(section: Section, micro_batches: int, *, updated: bool) -> tuple[int, int]:

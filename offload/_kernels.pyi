@@ -1,36 +1,60 @@
+from offload.codes import RoundingKey
+from offload.kernel_calls import Array
 from offload.kernels import (
-    AdamWScalars,
     Bf16Bits,
     FloatArray,
     Fp16Array,
     Fp32Array,
     ResidualArray,
 )
+from offload.rules import UpdateScalars
 
-def adamw_fp32(
-    param: Fp32Array,
-    grad: Fp32Array,
-    exp_avg: Fp32Array,
-    exp_avg_sq: Fp32Array,
-    scalars: AdamWScalars,
+def update_own(
+    param: Array,
+    grad: Array,
+    exp_avg: Array | None,
+    exp_avg_sq: Array | None,
+    scalars: UpdateScalars,
     thread_count: int,
 ) -> None: ...
-def adamw_exact(
-    param: Bf16Bits,
-    residual: ResidualArray,
-    grad: Bf16Bits | Fp32Array,
-    exp_avg: Fp32Array,
-    exp_avg_sq: Fp32Array,
-    scalars: AdamWScalars,
+def update_exact(
+    param: Array,
+    residual: Array,
+    grad: Array,
+    exp_avg: Array | None,
+    exp_avg_sq: Array | None,
+    scalars: UpdateScalars,
     thread_count: int,
 ) -> None: ...
-def adamw_master(
-    param: Bf16Bits | Fp16Array,
-    master: Fp32Array,
-    grad: FloatArray,
-    exp_avg: Fp32Array,
-    exp_avg_sq: Fp32Array,
-    scalars: AdamWScalars,
+def update_master(
+    param: Array,
+    master: Array,
+    grad: Array,
+    exp_avg: Array | None,
+    exp_avg_sq: Array | None,
+    scalars: UpdateScalars,
+    thread_count: int,
+) -> None: ...
+def update_bf16(
+    param: Array,
+    residual: Array,
+    grad: Array,
+    exp_avg: Array | None,
+    exp_avg_sq: Array | None,
+    scalars: UpdateScalars,
+    key: RoundingKey | None,
+    thread_count: int,
+) -> None: ...
+def update_compact(
+    param: Array,
+    residual: Array,
+    grad: Array,
+    exp_avg: Array | None,
+    exp_avg_sq: Array | None,
+    exp_avg_base: Array | None,
+    exp_avg_sq_base: Array | None,
+    scalars: UpdateScalars,
+    key: RoundingKey | None,
     thread_count: int,
 ) -> None: ...
 def split_master(

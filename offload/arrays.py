@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, assert_never
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,35 +11,25 @@ import torch
 from aio_ops import Span
 from estimators import ElementType
 
+_DTYPES: dict[ElementType, tuple[type[np.generic], torch.dtype]] = {
+    ElementType.FP32: (np.float32, torch.float32),
+    ElementType.BF16: (np.uint16, torch.bfloat16),
+    ElementType.FP16: (np.float16, torch.float16),
+    ElementType.INT16: (np.int16, torch.int16),
+    ElementType.INT8: (np.int8, torch.int8),
+    ElementType.UINT8: (np.uint8, torch.uint8),
+    ElementType.UINT16: (np.uint16, torch.uint16),
+}
+
 
 def numpy_dtype(element: ElementType) -> np.dtype[Any]:
     """Return the numpy type that carries `element`; bf16 travels as its bits, uint16."""
-    match element:
-        case ElementType.FP32:
-            return np.dtype(np.float32)
-        case ElementType.BF16:
-            return np.dtype(np.uint16)
-        case ElementType.FP16:
-            return np.dtype(np.float16)
-        case ElementType.INT16:
-            return np.dtype(np.int16)
-        case _:
-            assert_never(element)
+    return np.dtype(_DTYPES[element][0])
 
 
 def torch_dtype(element: ElementType) -> torch.dtype:
     """Return the torch type of `element`."""
-    match element:
-        case ElementType.FP32:
-            return torch.float32
-        case ElementType.BF16:
-            return torch.bfloat16
-        case ElementType.FP16:
-            return torch.float16
-        case ElementType.INT16:
-            return torch.int16
-        case _:
-            assert_never(element)
+    return _DTYPES[element][1]
 
 
 def array_at(span: Span, element: ElementType, numel: int) -> np.ndarray[Any, Any]:

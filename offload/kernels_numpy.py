@@ -5,24 +5,44 @@ Work goes in chunks that fit the cache, so that temporaries stay small whatever 
 """
 
 from collections.abc import Iterator
+from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
 
+from estimators import StateField, UpdateRule
+from offload.codes import (
+    SIGNED_SHIFT,
+    UNSIGNED_SHIFT,
+    RoundingKey,
+    decode_signed,
+    decode_unsigned,
+    encode_signed,
+    encode_unsigned,
+    join_short,
+    random_words,
+    split_short,
+    to_bf16,
+)
+from offload.kernel_calls import (
+    Array,
+    Kept,
+    UpdateCalls,
+    check_arrays,
+    check_update,
+    check_values,
+)
 from offload.kernels import (
     BLOCK_NUMEL,
     LANE_COUNT,
-    AdamWScalars,
     Bf16Bits,
     FloatArray,
     Fp16Array,
     Fp32Array,
     ResidualArray,
-    check_adamw,
-    check_arrays,
-    check_values,
-    gradient_types,
 )
+from offload.operands import StateArrays
+from offload.rules import UpdateScalars
 
 _CHUNK_NUMEL = 16 * BLOCK_NUMEL
 _SIGN_BIT = np.uint32(0x8000_0000)
@@ -65,30 +85,112 @@ def _round_into(param: Bf16Bits | Fp16Array, master: Fp32Array) -> None:
     param[:] = _round_to_bf16(master.view(np.uint32)) if param.dtype == np.uint16 else master
 
 
-def _update(
-    master: Fp32Array,
-    grad: Fp32Array,
-    exp_avg: Fp32Array,
-    exp_avg_sq: Fp32Array,
-    scalars: AdamWScalars,
-) -> None:
-    """Update a chunk of fp32 masters and moments in place, one operation a line."""
-    scaled_grad = grad * np.float32(scalars.grad_scale)
-    master *= np.float32(scalars.decay_factor)
-    exp_avg *= np.float32(scalars.beta1)
-    exp_avg += scaled_grad * np.float32(scalars.one_minus_beta1)
-    scaled_grad *= scaled_grad
-    scaled_grad *= np.float32(scalars.one_minus_beta2)
-    exp_avg_sq *= np.float32(scalars.beta2)
-    exp_avg_sq += scaled_grad
-    denominator = np.sqrt(exp_avg_sq)
+def _adam(working: StateArrays, g: Fp32Array, scalars: UpdateScalars) -> Fp32Array:
+    """Move both moments and return by how much the masters change."""
+    m, v = working.exp_avg, working.exp_avg_sq
+    m *= np.float32(scalars.beta1)
+    m += g * np.float32(scalars.one_minus_beta1)
+    g *= g
+    g *= np.float32(scalars.one_minus_beta2)
+    v *= np.float32(scalars.beta2)
+    v += g
+    denominator: Fp32Array = np.sqrt(v)
     denominator /= np.float32(scalars.bias_correction2_sqrt)
     denominator += np.float32(scalars.eps)
-    change = np.divide(exp_avg, denominator, out=denominator)
+    return np.divide(m, denominator, out=denominator)
+
+
+def _sign(values: Fp32Array) -> Fp32Array:
+    """Return 1 with the sign of each number; zeros and NaNs are returned as they are."""
+    return np.where(np.abs(values) > 0, np.copysign(np.float32(1), values), values)
+
+
+def _change(p: Fp32Array, working: StateArrays, g: Fp32Array, scalars: UpdateScalars) -> Fp32Array:
+    """Move the moments of a chunk by a rule, one operation a line; see [Note: update rules]."""
+    match scalars.rule:
+        case UpdateRule.ADAMW:
+            p *= np.float32(scalars.decay_factor)
+            return _adam(working, g, scalars)
+        case UpdateRule.ADAM:
+            g += p * np.float32(scalars.l2)
+            return _adam(working, g, scalars)
+        case UpdateRule.LION:
+            m = working.exp_avg
+            c = m * np.float32(scalars.beta1)
+            c += g * np.float32(scalars.one_minus_beta1)
+            m *= np.float32(scalars.beta2)
+            m += g * np.float32(scalars.one_minus_beta2)
+            p *= np.float32(scalars.decay_factor)
+            return _sign(c)
+        case UpdateRule.ADAGRAD:
+            g += p * np.float32(scalars.l2)
+            v = working.exp_avg_sq
+            v += g * g
+            g /= np.sqrt(v + np.float32(scalars.initial)) + np.float32(scalars.eps)
+            return g
+        case UpdateRule.SGD:
+            g += p * np.float32(scalars.l2)
+            m = working.exp_avg
+            m *= np.float32(scalars.beta1)
+            m += g * np.float32(scalars.one_minus_beta1)
+            change: Fp32Array = g + m * np.float32(scalars.beta1) if scalars.nesterov else m.copy()
+            return change
+        case _:
+            assert_never(scalars.rule)
+
+
+def _step(master: Fp32Array, grad: Fp32Array, working: StateArrays, scalars: UpdateScalars) -> None:
+    """Update a chunk of fp32 masters and moments in place."""
+    change = _change(master, working, grad * np.float32(scalars.grad_scale), scalars)
     change *= np.float32(scalars.step_size)
     master -= change
-    for result in (master, exp_avg, exp_avg_sq):
+    for result in (master, *(working.get(moment) for moment in scalars.rule.moments)):
         np.copyto(result, _QUIET_NAN, where=np.isnan(result))
+
+
+def _update_bf16(
+    param: Bf16Bits, grad: Fp32Array, state: StateArrays, scalars: UpdateScalars, key: RoundingKey
+) -> None:
+    """Update a chunk whose moments are kept in bf16."""
+    master = _join(param, state.residual)
+    moments = scalars.rule.moments
+    working = StateArrays.of({moment: _widen(state.get(moment)) for moment in moments})
+    _step(master, grad, working, scalars)
+    noise, _ = random_words(key, param.size)
+    if working.exp_avg is not None:
+        state.exp_avg[:] = to_bf16(working.exp_avg, noise & np.uint32(0xFFFF))
+    if working.exp_avg_sq is not None:
+        state.exp_avg_sq[:] = to_bf16(working.exp_avg_sq, noise >> np.uint32(16))
+    _split_into(param, state.residual, master)
+
+
+def _update_compact(
+    param: Bf16Bits, grad: Fp32Array, state: StateArrays, scalars: UpdateScalars, key: RoundingKey
+) -> None:
+    """Update a chunk of whole blocks whose moments are kept as codes."""
+    master = join_short(param, state.residual)
+    moments = scalars.rule.moments
+    working = StateArrays(
+        decode_signed(state.exp_avg, state.exp_avg_base) if StateField.EXP_AVG in moments else None,
+        decode_unsigned(state.exp_avg_sq, state.exp_avg_sq_base)
+        if StateField.EXP_AVG_SQ in moments
+        else None,
+    )
+    _step(master, grad, working, scalars)
+    noise, other_noise = random_words(key, param.size)
+    param[:], state.residual[:] = split_short(master, noise & np.uint32(0xFF))
+    if working.exp_avg is not None:
+        rounded = encode_signed(working.exp_avg, noise >> np.uint32(32 - SIGNED_SHIFT))
+        state.exp_avg[:], state.exp_avg_base[:] = rounded
+    if working.exp_avg_sq is not None:
+        rounded = encode_unsigned(working.exp_avg_sq, other_noise >> np.uint32(32 - UNSIGNED_SHIFT))
+        state.exp_avg_sq[:], state.exp_avg_sq_base[:] = rounded
+
+
+def _split_into(param: Bf16Bits, residual: ResidualArray, master: Fp32Array) -> None:
+    bits = master.view(np.uint32)
+    param[:] = _round_to_bf16(bits)
+    residual[:] = bits.astype(np.uint16).view(np.int16)
 
 
 def _fold_lanes(lanes: npt.NDArray[np.float64]) -> list[float]:
@@ -109,78 +211,48 @@ def _block_lanes(squares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return lanes
 
 
-class NumpyKernels:
+def _update_chunk(
+    kept: Kept,
+    param: Array,
+    grad: Fp32Array,
+    state: StateArrays,
+    how: tuple[UpdateScalars, RoundingKey | None],
+) -> None:
+    scalars, key = how
+    if kept is Kept.OWN:
+        _step(param, grad, state, scalars)
+    elif kept is Kept.MASTER:
+        _step(state.master, grad, state, scalars)
+        _round_into(param, state.master)
+    elif kept is Kept.EXACT:
+        master = _join(param, state.residual)
+        _step(master, grad, state, scalars)
+        _split_into(param, state.residual, master)
+    elif key is not None:
+        lossy = _update_bf16 if kept is Kept.BF16 else _update_compact
+        lossy(param, grad, state, scalars, key)
+
+
+class NumpyKernels(UpdateCalls):
     """The kernels in numpy, on the calling thread."""
 
     name = "numpy"
 
-    def adamw_fp32(
+    def _update(
         self,
-        param: Fp32Array,
-        grad: Fp32Array,
-        exp_avg: Fp32Array,
-        exp_avg_sq: Fp32Array,
-        scalars: AdamWScalars,
+        kept: Kept,
+        param: Array,
+        grad: Array,
+        state: StateArrays,
+        scalars: UpdateScalars,
+        key: RoundingKey | None,
     ) -> None:
-        """Update fp32 parameters, which are their own master, and their moments in place."""
-        check_adamw(
-            scalars,
-            moments=(exp_avg, exp_avg_sq),
-            grad=(grad, np.float32),
-            param=(param, np.float32),
-        )
+        check_update(kept, (param, grad), state, scalars, key)
         with np.errstate(all="ignore"):
             for chunk in _chunks(param.size):
-                _update(param[chunk], grad[chunk], exp_avg[chunk], exp_avg_sq[chunk], scalars)
-
-    def adamw_exact(
-        self,
-        param: Bf16Bits,
-        residual: ResidualArray,
-        grad: Bf16Bits | Fp32Array,
-        exp_avg: Fp32Array,
-        exp_avg_sq: Fp32Array,
-        scalars: AdamWScalars,
-    ) -> None:
-        """Update bf16 parameters, the residuals that complete them to fp32, and the moments."""
-        check_adamw(
-            scalars,
-            moments=(exp_avg, exp_avg_sq),
-            grad=(grad, gradient_types(param)),
-            param=(param, np.uint16),
-            residual=(residual, np.int16),
-        )
-        with np.errstate(all="ignore"):
-            for chunk in _chunks(param.size):
-                master = _join(param[chunk], residual[chunk])
-                widened = _widen(grad[chunk])
-                _update(master, widened, exp_avg[chunk], exp_avg_sq[chunk], scalars)
-                bits = master.view(np.uint32)
-                param[chunk] = _round_to_bf16(bits)
-                residual[chunk] = bits.astype(np.uint16).view(np.int16)
-
-    def adamw_master(
-        self,
-        param: Bf16Bits | Fp16Array,
-        master: Fp32Array,
-        grad: FloatArray,
-        exp_avg: Fp32Array,
-        exp_avg_sq: Fp32Array,
-        scalars: AdamWScalars,
-    ) -> None:
-        """Update fp32 masters and their moments, and write the 16-bit parameters from them."""
-        check_adamw(
-            scalars,
-            moments=(exp_avg, exp_avg_sq),
-            grad=(grad, gradient_types(param)),
-            param=(param, (np.uint16, np.float16)),
-            master=(master, np.float32),
-        )
-        with np.errstate(all="ignore"):
-            for chunk in _chunks(param.size):
-                widened = _widen(grad[chunk])
-                _update(master[chunk], widened, exp_avg[chunk], exp_avg_sq[chunk], scalars)
-                _round_into(param[chunk], master[chunk])
+                part = state.part(chunk)
+                here = key.after(chunk.start) if key is not None else None
+                _update_chunk(kept, param[chunk], _widen(grad[chunk]), part, (scalars, here))
 
     def split_master(self, master: Fp32Array, param: Bf16Bits, residual: ResidualArray) -> None:
         """Write each master as a bf16 parameter and its residual, a NaN made quiet first."""

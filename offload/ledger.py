@@ -7,7 +7,7 @@ import enum
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from estimators import DriveRates, Section, Tier
 from offload.report import LedgerReport, StepRecord
@@ -41,6 +41,7 @@ class Activity(enum.Enum):
     UPDATE = "update"
     COLLECTIVE = "collective"
     CHECKSUM = "checksum"
+    COMMIT = "commit"
 
 
 _WAITS = (Activity.READ_WAIT, Activity.WRITE_WAIT, Activity.SLOT_WAIT)
@@ -59,6 +60,8 @@ class LedgerSnapshot:
     busy_seconds: float = 0.0
     """Seconds in which a transfer was in flight, as far as the pager has looked."""
     tokens: int = 0
+    copied_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes copied between host memory and a device: {"in": 4096, "out": 4096}."""
 
     @property
     def nvme_read_bytes(self) -> int:
@@ -83,6 +86,10 @@ class LedgerSnapshot:
             {key: size - earlier.resident_bytes[key] for key, size in self.resident_bytes.items()},
             self.busy_seconds - earlier.busy_seconds,
             self.tokens - earlier.tokens,
+            {
+                way: size - earlier.copied_bytes.get(way, 0)
+                for way, size in self.copied_bytes.items()
+            },
         )
 
     def _sum(self, link: Link) -> int:
@@ -99,6 +106,8 @@ class Ledger:
         """Trained elements of this rank, for the wear by parameter."""
         self.events: collections.deque[tuple[str, str]] = collections.deque(maxlen=EVENT_LIMIT)
         """(event, record) in order: "submit read", "read done", "update", ..."""
+        self.copied_bytes: Mapping[str, int] = {}
+        """What the device of the store counts: bytes copied in and out."""
         self.peaks: dict[str, int] = {}
         """The most bytes that were seen at once, by what the plan calls them."""
         self._bytes = {(link, section): 0 for link in Link for section in Section}
@@ -189,6 +198,7 @@ class Ledger:
                 activity_seconds=moved.seconds,
                 busy_seconds=moved.busy_seconds,
                 tokens=moved.tokens,
+                copied_bytes=moved.copied_bytes,
             )
         )
         if self._trace is not None:
@@ -216,6 +226,7 @@ class Ledger:
             },
             busy,
             self._tokens,
+            dict(self.copied_bytes),
         )
 
     def report(self) -> LedgerReport:

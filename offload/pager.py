@@ -9,10 +9,12 @@
 3. A failed page-out makes the pager FAILED: what is on the disk is no longer what was computed, so
    every later call refuses and says why.
 4. A page-out is submitted at once, or held until `burst` of them go together (then no read-ahead
-   starts while they are in flight: the drive alternates). Whoever waits for a write, or for a slot,
-   sends the held ones first.
+   starts while they are in flight: the drive alternates), or while a device copies into its slot.
+   Whoever waits for a write, or for a slot, sends the held ones first.
 5. Demand paging never fails for want of a slot: it waits for a write, then evicts what was read
    ahead. Only a pool whose slots are all leased raises, which is a fault of the caller.
+6. A slot that was released or written to while a copy between it and a device is in flight keeps
+   the fence: it is waited for before the slot is read into, lent or written out [Note: copies].
 """
 
 from __future__ import annotations
@@ -121,8 +123,9 @@ class Pager:
         if sum(slot.is_read_ahead for slot in self._slots) >= len(self._slots) - 1:
             return False  # one slot is kept for demand
         slot = _free_slot(self._slots)
-        if slot is None:
+        if slot is None or not slot.fence.done():
             return False
+        slot.settle()
         self._transfers.start_read(slot, extent, sections)
         return True
 
@@ -143,7 +146,9 @@ class Pager:
         slot.sections = sections
         slot.is_leased = False
         self._held.append(slot)
-        if len(self._held) >= self._burst:
+        if self._burst <= 1:
+            self._send_held(only_settled=True)
+        elif len(self._held) >= self._burst:
             self._send_held()
 
     def release(self, slot: Slot) -> None:
@@ -205,6 +210,8 @@ class Pager:
                 f"the pager refuses to work because {self._reason}; the state on NVMe cannot be"
                 " trusted: start again from the last checkpoint"
             )
+        if self._held and self._burst <= 1:
+            self._send_held(only_settled=True)
 
     def _find_read_ahead(self, extent: Extent) -> Slot | None:
         for slot in self._slots:
@@ -218,6 +225,9 @@ class Pager:
             self._reap_writes()
         free = _free_slot(self._slots)
         if free is not None:
+            if not free.fence.done():
+                with self._ledger.timing(Activity.SLOT_WAIT):
+                    free.settle()
             return free
         self._send_held()
         with self._ledger.timing(Activity.SLOT_WAIT):
@@ -237,10 +247,12 @@ class Pager:
         self._transfers.finish_read(slot)
         slot.clear()
 
-    def _send_held(self) -> None:
-        """Submit the writes that were held to go together."""
+    def _send_held(self, *, only_settled: bool = False) -> None:
+        """Submit the writes that were held to go together, or for a copy into their slots."""
         while self._held:
             slot = self._held[0]
+            if only_settled and not slot.fence.done():
+                return
             try:
                 self._transfers.start_write(slot)
             except PageError as error:
@@ -288,7 +300,9 @@ class Pager:
 
 
 def _free_slot(slots: Sequence[Slot]) -> Slot | None:
-    return next((slot for slot in slots if slot.state is SlotState.FREE), None)
+    """Return a free slot, one that no copy uses if there is one."""
+    free = [slot for slot in slots if slot.state is SlotState.FREE]
+    return next((slot for slot in free if slot.fence.done()), free[0] if free else None)
 
 
 def _holds(slots: Sequence[Slot], extent: Extent) -> bool:

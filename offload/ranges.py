@@ -16,10 +16,12 @@ from typing import Any, assert_never
 import numpy as np
 import torch
 
-from estimators import ElementType, Section, StateField, SubGroup
-from offload.arrays import array_at, clear_bytes, tensor_at, tensor_span, torch_dtype
+from estimators import CODE_BLOCK_NUMEL, ElementType, Section, SegmentSpec, StateField, SubGroup
+from offload.arrays import array_at, clear_bytes, tensor_at, torch_dtype
+from offload.host_view import HostView
+from offload.operands import StateArrays
 from offload.slots import Slot
-from offload.state import state_arrays
+from offload.state import master_values, moment_values, put_moment, state_arrays
 from offload.store import Store
 from offload.write import encode_masters
 
@@ -57,11 +59,15 @@ def has_field(store: Store, segment: int, field: Field) -> bool:
         return True
     if not (request.trains and request.segments[segment].trainable):
         return False
+    if field in _MOMENTS:
+        return _MOMENTS[field] in request.rule.moments
     return field is not Field.GRADIENT or store.has_gradient(segment)
 
 
 def read_range(store: Store, segment: int, field: Field, start: int, stop: int) -> torch.Tensor:
     """Return a private copy of elements `[start, stop)` of a field, shape `[stop - start]`.
+
+    It is in host memory.
 
     Raises:
         PageError: if a page-in failed.
@@ -80,12 +86,16 @@ def read_range(store: Store, segment: int, field: Field, start: int, stop: int) 
 def write_range(store: Store, segment: int, field: Field, start: int, values: torch.Tensor) -> None:
     """Set elements of a field from `start` on; `values` are of the field's type, contiguous.
 
+    They may lie on any device.
+
     Raises:
         PageError: if a transfer failed.
     """
     store.require_intact()
     if field is Field.GRADIENT:
         ensure_gradient(store, segment)
+    store.parameter_version += 1
+    values = values.cpu()
     stop = start + values.numel()
     for group in store.plan.by_segment[segment]:
         low, high = max(start, group.start), min(stop, group.stop)
@@ -105,8 +115,9 @@ def ensure_gradient(store: Store, segment: int) -> None:
         return
     numel = sum(group.numel for group in store.plan.by_segment[segment])
     if numel:
-        zeros = torch.zeros(numel, dtype=field_dtype(store, segment, Field.GRADIENT))
-        store.add_gradient(segment, tensor_span(zeros))
+        zeros = store.device.zeros(numel, field_dtype(store, segment, Field.GRADIENT))
+        fence = store.add_gradient(segment, store.device.memory_of(zeros))
+        store.device.join(fence)
     else:
         store.note_gradient(segment)  # the other ranks have all of it
 
@@ -211,61 +222,70 @@ def _copy_out(
     store: Store, group: SubGroup, slot: Slot | None, field: Field, part: tuple[int, torch.Tensor]
 ) -> None:
     """Copy a field of a lent sub-group, from an element on, into a tensor."""
+    copy_field(store, group, HostView(store, group, slot), field, part)
+
+
+def copy_field(
+    store: Store, group: SubGroup, view: HostView, field: Field, part: tuple[int, torch.Tensor]
+) -> None:
+    """Copy a field of a sub-group that is in host memory, from an element on, into a tensor."""
     first, target = part
     chosen = slice(first, first + target.numel())
     spec = store.plan.request.segments[group.segment]
     if field is Field.PARAMETER or (field is Field.MASTER and spec.element is ElementType.FP32):
-        span = store.section_span(group, Section.PARAMETER, slot)
+        span = view.span(Section.PARAMETER)
         target.copy_(tensor_at(span, spec.element, group.numel)[chosen])
     elif field is Field.GRADIENT:
         if store.has_gradient(group.segment):
-            span = store.section_span(group, Section.GRADIENT, slot)
+            span = view.span(Section.GRADIENT)
             target.copy_(tensor_at(span, spec.gradient, group.numel)[chosen])
     else:
-        span = store.section_span(group, Section.STATE, slot)
-        state = state_arrays(store.plan, spec, group, span)
-        if field is Field.MASTER and state.residual is not None:
-            parameter = store.section_span(group, Section.PARAMETER, slot)
-            store.kernels.join_master(
-                array_at(parameter, spec.element, group.numel)[chosen],
-                state.residual[chosen],
-                target.numpy(),
-            )
-            return
-        array = {
-            Field.MASTER: state.master,
-            Field.EXP_AVG: state.exp_avg,
-            Field.EXP_AVG_SQ: state.exp_avg_sq,
-        }[field]
+        state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
+        array: Array | None
+        if field is Field.MASTER:
+            parameter = array_at(view.span(Section.PARAMETER), spec.element, group.numel)
+            array = master_values(store.kernels, parameter[chosen], _masters_of(state, chosen))
+        else:
+            array = _moment_part(state, _MOMENTS[field], chosen)
         if array is not None:
-            target.numpy()[:] = array[chosen]
+            target.numpy()[:] = array
+
+
+def has_codes(store: Store, group: SubGroup) -> bool:
+    """Tell whether the moments of a sub-group rest in codes, a block of them under one base."""
+    spec = store.plan.request.segments[group.segment]
+    fields = {field.field for field in store.plan.request.record_of(spec, group.numel).fields}
+    return bool(fields & {StateField.EXP_AVG_BASE, StateField.EXP_AVG_SQ_BASE})
+
+
+def _masters_of(state: StateArrays, chosen: slice) -> StateArrays:
+    """Return what some elements keep of their masters."""
+    return StateArrays(
+        master=state.master[chosen] if state.master is not None else None,
+        residual=state.residual[chosen] if state.residual is not None else None,
+    )
+
+
+def _moment_part(state: StateArrays, field: StateField, chosen: slice) -> Array | None:
+    """Return some elements of a moment in fp32; codes are read in whole blocks."""
+    low = chosen.start // CODE_BLOCK_NUMEL * CODE_BLOCK_NUMEL
+    values: Array | None = moment_values(state.part(slice(low, chosen.stop)), field)
+    return None if values is None else values[chosen.start - low :]
 
 
 def _write_group(
     store: Store, group: SubGroup, field: Field, first: int, values: torch.Tensor
 ) -> None:
     """Set elements of one field of one sub-group, and what follows from them."""
-    spec = store.plan.request.segments[group.segment]
-    sections = _sections((field,))
-    kept: dict[StateField, Array] = {}
-    raw: Array | None = None
-    if field in (Field.PARAMETER, Field.MASTER):
-        masters = values.float().contiguous().numpy()
-        raw, kept = encode_masters(
-            store.kernels, spec.element, store.plan.request.state_format, masters
-        )
-        if group.tier(Section.STATE) is None:
-            kept = {}
-        sections = _sections((Field.MASTER if kept else Field.PARAMETER,))
+    if field is not Field.GRADIENT:
+        store.before_change(group)
+    sections = sections_set_by(store, group, field)
     slot = _lend(store, group, sections)
     try:
-        if raw is not None:
-            _put_parameter(store, group, slot, first, raw)
-        if field is Field.GRADIENT:
-            span = store.section_span(group, Section.GRADIENT, slot)
-            tensor_at(span, spec.gradient, group.numel)[first : first + values.numel()] = values
-        if kept or field in (Field.EXP_AVG, Field.EXP_AVG_SQ):
-            _put_state(store, group, slot, first, kept or {_MOMENTS[field]: values.numpy()})
+        view = HostView(store, group, slot)
+        put_field(store, group, view, field, (first, values))
+        for section in sections:
+            view.put_back(section)
     except BaseException:
         if slot is not None and store.pager is not None:
             store.pager.release(slot)
@@ -277,32 +297,65 @@ def _write_group(
             store.written_states.add(group.index)
 
 
+def sections_set_by(store: Store, group: SubGroup, field: Field) -> frozenset[Section]:
+    """Return the sections that change when a field of a sub-group is set.
+
+    [Note: whoever writes a parameter writes its residual]
+    """
+    if field not in (Field.PARAMETER, Field.MASTER):
+        return _sections((field,))
+    spec = store.plan.request.segments[group.segment]
+    keeps_master = spec.element is not ElementType.FP32
+    if keeps_master and group.tier(Section.STATE) is not None:
+        return frozenset({Section.PARAMETER, Section.STATE})
+    return frozenset({Section.PARAMETER})
+
+
+def put_field(
+    store: Store, group: SubGroup, view: HostView, field: Field, part: tuple[int, torch.Tensor]
+) -> None:
+    """Set elements of a sub-group in host memory, from an element on, and what follows.
+
+    Whoever calls puts the sections back that are set, see `sections_set_by`.
+    """
+    first, values = part
+    spec = store.plan.request.segments[group.segment]
+    if field is Field.GRADIENT:
+        span = view.span(Section.GRADIENT)
+        tensor_at(span, spec.gradient, group.numel)[first : first + values.numel()] = values
+        return
+    kept: Mapping[StateField, Array]
+    if field in (Field.EXP_AVG, Field.EXP_AVG_SQ):
+        kept = {_MOMENTS[field]: values.numpy()}
+    else:
+        masters = values.float().contiguous().numpy()
+        state_format = store.plan.request.format_of(spec)
+        raw, kept = encode_masters(store.kernels, spec.element, state_format, masters)
+        _put_parameter(view, spec, first, raw)
+    if kept and group.tier(Section.STATE) is not None:
+        state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
+        _put_state(state, first, kept)
+
+
 _MOMENTS = {Field.EXP_AVG: StateField.EXP_AVG, Field.EXP_AVG_SQ: StateField.EXP_AVG_SQ}
 
 
-def _put_parameter(
-    store: Store, group: SubGroup, slot: Slot | None, first: int, raw: Array
-) -> None:
-    spec = store.plan.request.segments[group.segment]
-    span = store.section_span(group, Section.PARAMETER, slot)
+def _put_parameter(view: HostView, spec: SegmentSpec, first: int, raw: Array) -> None:
+    span = view.span(Section.PARAMETER)
     array = array_at(span, ElementType.INT16, span.size_bytes // 2).view(np.uint8)
     begin = first * spec.element.size_bytes
     array[begin : begin + raw.size] = raw
 
 
-def _put_state(
-    store: Store, group: SubGroup, slot: Slot | None, first: int, fields: Mapping[StateField, Array]
-) -> None:
-    spec = store.plan.request.segments[group.segment]
-    span = store.section_span(group, Section.STATE, slot)
-    state = state_arrays(store.plan, spec, group, span)
-    targets = {
-        StateField.MASTER: state.master,
-        StateField.RESIDUAL: state.residual,
-        StateField.EXP_AVG: state.exp_avg,
-        StateField.EXP_AVG_SQ: state.exp_avg_sq,
-    }
+def _put_state(state: StateArrays, first: int, fields: Mapping[StateField, Array]) -> None:
     for key, values in fields.items():
-        target = targets[key]
-        if target is not None:
+        target = state.get(key)
+        if target is None:
+            continue
+        if key in _MOMENTS.values():
+            low = first // CODE_BLOCK_NUMEL * CODE_BLOCK_NUMEL
+            high = -(-(first + values.size) // CODE_BLOCK_NUMEL) * CODE_BLOCK_NUMEL
+            part = state.part(slice(low, min(high, len(target))))
+            put_moment(part, key, first - low, values)
+        else:
             target[first : first + values.size] = values

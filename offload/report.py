@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
@@ -28,6 +28,8 @@ class StepRecord:
     busy_seconds: float
     """Seconds in which a transfer was in flight."""
     tokens: int
+    copied_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes copied between host memory and a device: {"in": 4096, "out": 4096}."""
 
     @property
     def read_bytes(self) -> int:
@@ -74,6 +76,7 @@ class StepRecord:
             "bytes_by_tier": self.bytes_by_tier,
             "nvme_bytes": dict(self.nvme_bytes),
             "resident_bytes": dict(self.resident_bytes),
+            "copied_bytes": dict(self.copied_bytes),
             "nvme_gb_per_s": moved / self.seconds / 1e9 if self.seconds else None,
             "nvme_gb_per_s_while_busy": _ratio(moved / 1e9, self.busy_seconds),
             "share_of_drive_limit": None if limit is None else _ratio(limit, self.seconds),
@@ -138,6 +141,8 @@ class LedgerReport:
             size = median("nvme_bytes", name)
             if size:
                 yield f"of these: {name}", _text(size, "{:,.0f}")
+        for way in filter(rows[-1]["copied_bytes"].get, rows[-1]["copied_bytes"]):
+            yield f"bytes copied {way}", _text(median("copied_bytes", way), "{:,.0f}")
         yield "NVMe GB/s", _text(median("nvme_gb_per_s"), "{:.3f}")
         yield "NVMe GB/s while busy", _text(median("nvme_gb_per_s_while_busy"), "{:.3f}")
         yield "share of the drive's limit", _text(median("share_of_drive_limit"), "{:.1%}")

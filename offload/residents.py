@@ -1,10 +1,16 @@
-"""The memory of everything that rests on the device or the host."""
+"""The memory of everything that rests on the device or the host.
+
+Where each rank has parameters in full, this store's shard is the part at `position` of them.
+"""
 
 from __future__ import annotations
 
+import torch
+
 from aio_ops import HostArena, Span
 from estimators import MemoryPlan, Section, SubGroup, Tier
-from estimators.summary import resident_bytes
+from estimators.summary import is_full, resident_bytes
+from offload.device import Device, DeviceMemory, Memory
 
 _MEMORY_TIERS = (Tier.DEVICE, Tier.HOST)
 
@@ -12,29 +18,64 @@ _MEMORY_TIERS = (Tier.DEVICE, Tier.HOST)
 class Residents:
     """One span for each section of a segment: its resident sub-groups, contiguous and in order."""
 
-    def __init__(self, plan: MemoryPlan) -> None:
+    def __init__(self, plan: MemoryPlan, device: Device, position: int = 0) -> None:
         self._plan = plan
+        self._position = position
+        self._device = device
         # Only slots take part in transfers; a forked DataLoader worker may read what is resident.
         # An arena each for parameters, gradients and state: what outlives the store keeps its own.
         self._arenas = {
-            (tier, section): HostArena(size_bytes, inherited=True)
+            (tier, section): _Arena(size_bytes, tier, device)
             for tier in _MEMORY_TIERS
             for section in Section
-            if (size_bytes := plan.resident_section_bytes(tier, section))
+            if not self._is_fleeting(tier, section)
+            and (size_bytes := plan.resident_section_bytes(tier, section))
         }
-        self._spans: dict[tuple[Section, int], Span] = {}
-        self._parts: dict[tuple[Section, int], Span] = {}
+        self._gradients: dict[int, DeviceMemory] = {}
+        """Gradients on a device, by segment: there from their first use until they are dropped."""
+        self._spans: dict[tuple[Section, int], Memory] = {}
+        self._parts: dict[tuple[Section, int], Memory] = {}
         for tier in _MEMORY_TIERS:
             for section in Section:
                 for segment in range(len(plan.request.segments)):
                     self._carve(tier, section, segment)
 
-    def part(self, section: Section, group: SubGroup) -> Span:
+    def part(self, section: Section, group: SubGroup) -> Memory:
         """Return the memory of one section of a sub-group that rests in memory."""
+        if group.tier(section) is Tier.DEVICE and self._is_fleeting(Tier.DEVICE, section):
+            return self._gradient_part(group)
         return self._parts[section, group.index]
 
-    def whole(self, section: Section, segment: int) -> Span | None:
-        """Return the memory of a section of a whole segment, or None if some of it is on NVMe."""
+    def drop_gradients(self) -> None:
+        """Free what is only there while gradients are."""
+        self._gradients.clear()
+
+    def _is_fleeting(self, tier: Tier, section: Section) -> bool:
+        """Tell whether a section has memory only while it is used.
+
+        When a backward begins, activations fill a GPU; they go as gradients come.
+        """
+        is_device = tier is Tier.DEVICE and not self._device.is_host
+        return is_device and section is Section.GRADIENT
+
+    def _gradient_part(self, group: SubGroup) -> Memory:
+        element_bytes = self._plan.request.segments[group.segment].gradient.size_bytes
+        parts = self._plan.resident_parts(Tier.DEVICE, Section.GRADIENT, group.segment)
+        first = parts[0][0].start
+        if group.segment not in self._gradients:
+            size_bytes = resident_bytes(sum(size for _, size in parts))
+            memory = self._device.memory_of(self._device.zeros(size_bytes, torch.uint8))
+            if not isinstance(memory, DeviceMemory):
+                raise TypeError("gradients on the processor are resident")
+            self._gradients[group.segment] = memory
+        whole = self._gradients[group.segment]
+        return whole.sub((group.start - first) * element_bytes, group.numel * element_bytes)
+
+    def whole(self, section: Section, segment: int) -> Memory | None:
+        """Return the memory of a section of a whole segment, or None if some of it is on NVMe.
+
+        It is this rank's shard, or everything where each rank has that in full.
+        """
         groups = self._plan.by_segment[segment]
         if not groups:
             return Span(0, 0, None)  # only parameters without elements
@@ -42,13 +83,19 @@ class Residents:
             return None
         return self._spans[section, segment]
 
-    def spans(self, tier: Tier, section: Section) -> list[Span]:
+    def spans(self, tier: Tier, section: Section) -> list[Memory]:
         """Return all memory of a class on a tier."""
+        if self._is_fleeting(tier, section):
+            return list(self._gradients.values())
         return [
             span
             for (kind, segment), span in self._spans.items()
             if kind is section and self._plan.resident_parts(tier, section, segment)
         ]
+
+    def memory(self, section: Section, segment: int) -> Memory:
+        """Return the memory of what of a segment's section rests here, whole pages."""
+        return self._spans[section, segment]
 
     def arena_bytes(self, tier: Tier) -> int:
         """Return the bytes that were carved on a tier."""
@@ -58,16 +105,50 @@ class Residents:
         """Give the memory up: it goes with the last tensor that still views it."""
         self._spans.clear()
         self._parts.clear()
+        self._gradients.clear()
         for arena in self._arenas.values():
             arena.close()
 
     def _carve(self, tier: Tier, section: Section, segment: int) -> None:
         parts = self._plan.resident_parts(tier, section, segment)
-        if not parts:
+        if not parts or self._is_fleeting(tier, section):
             return
-        span = self._arenas[tier, section].carve(resident_bytes(sum(size for _, size in parts)))
+        span = self._arenas[tier, section].carve(
+            self._plan.resident_segment_bytes(tier, section, segment)
+        )
         self._spans[section, segment] = span
-        offset = 0
+        own_bytes = sum(size for _, size in parts)
+        offset = self._position * own_bytes if is_full(self._plan.request, section) else 0
         for group, size in parts:
             self._parts[section, group.index] = span.sub(offset, size)
             offset += size
+
+
+class _Arena:
+    """All memory of one section on one tier."""
+
+    def __init__(self, size_bytes: int, tier: Tier, device: Device) -> None:
+        self.used_bytes = 0
+        self._host: HostArena | None = None
+        self._tensor: torch.Tensor | None = None
+        if tier is Tier.DEVICE and not device.is_host:
+            self._tensor = device.zeros(size_bytes, torch.uint8)
+        else:
+            self._host = device.arena(size_bytes)
+
+    def carve(self, size_bytes: int) -> Memory:
+        """Return the next bytes; sizes are whole pages."""
+        if self._host is not None:
+            span = self._host.carve(size_bytes)
+            self.used_bytes = self._host.used_bytes
+            return span
+        if self._tensor is None:
+            raise RuntimeError("the arena is closed; nothing can be carved from it")
+        start, self.used_bytes = self.used_bytes, self.used_bytes + size_bytes
+        return DeviceMemory(self._tensor).sub(start, size_bytes)
+
+    def close(self) -> None:
+        """Give the memory up: it goes with the last that views it."""
+        self._tensor = None
+        if self._host is not None:
+            self._host.close()

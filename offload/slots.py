@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Protocol
 
-from aio_ops import HostArena, Span, Ticket
+from aio_ops import HostArena, Span
 from estimators import Extent, Section, SlotPlan
+from offload.device import PASSED, Fence
 
 
 class SlotState(enum.Enum):
@@ -26,6 +28,16 @@ _NEXT = {
 }
 
 
+class Waitable(Protocol):
+    """What is in flight for a slot: one transfer, or several at once."""
+
+    def done(self) -> bool:
+        """Return whether it is over, without waiting."""
+
+    def wait(self) -> None:
+        """Return once all bytes have moved, or raise."""
+
+
 class Slot:
     """One staging buffer; byte k of the slot is byte k of the extent that it stages."""
 
@@ -35,7 +47,9 @@ class Slot:
         self.state = SlotState.FREE
         self.extent: Extent | None = None
         self.sections: frozenset[Section] = frozenset()
-        self.ticket: Ticket | None = None
+        self.ticket: Waitable | None = None
+        self.fence: Fence = PASSED
+        """The last copy between the slot and a device; [Note: copies]."""
         self.is_leased = False
 
     def move_to(self, state: SlotState) -> None:
@@ -56,6 +70,11 @@ class Slot:
         self.sections = frozenset()
         self.ticket = None
         self.is_leased = False
+
+    def settle(self) -> None:
+        """Wait until no copy uses the slot, so that its bytes can be read and written."""
+        self.fence.wait()
+        self.fence = PASSED
 
     def require_leased(self) -> Extent:
         """Return the extent that a lent slot stages, or raise if the slot is not lent out."""

@@ -167,7 +167,7 @@ class Spool:
         Raises:
             OSError: if the directory has no room, or a write failed.
         """
-        values = values.contiguous()
+        values = values.cpu().contiguous()
         size = values.numel() * values.element_size()
         array: SpooledArray
         if self.directory is None or not size:

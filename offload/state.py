@@ -1,68 +1,126 @@
-"""The arrays of one record, and the update of one sub-group on them."""
+"""The arrays of one record, and the update of one sub-group on them.
+
+On the host they are numpy arrays, on a device tensors; the kernels of either have the same calls.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import numpy as np
+import torch
 
 from aio_ops import Span
-from estimators import MemoryPlan, SegmentSpec, StateField, SubGroup, record_layout
-from offload.arrays import array_at
-from offload.kernels import AdamWScalars, Kernels
-
-Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class StateArrays:
-    """Views of one record, each shape `[sub-group numel]`; absent fields are None."""
-
-    exp_avg: Array
-    exp_avg_sq: Array
-    master: Array | None = None
-    residual: Array | None = None
-
-    def part(self, inside: slice) -> StateArrays:
-        """Return the arrays of some of the elements."""
-        return StateArrays(
-            self.exp_avg[inside],
-            self.exp_avg_sq[inside],
-            self.master[inside] if self.master is not None else None,
-            self.residual[inside] if self.residual is not None else None,
-        )
+from estimators import MemoryPlan, RecordLayout, SegmentSpec, StateField, SubGroup
+from offload.arrays import array_at, torch_dtype
+from offload.codes import (
+    RoundingKey,
+    decode_signed,
+    decode_unsigned,
+    encode_signed,
+    encode_unsigned,
+    join_short,
+    to_bf16,
+)
+from offload.generic import GenericStep
+from offload.kernel_calls import Array
+from offload.kernels import Kernels
+from offload.kernels_device import DeviceKernels
+from offload.operands import StateArrays, Values
+from offload.rules import UpdateScalars
 
 
 def state_arrays(plan: MemoryPlan, spec: SegmentSpec, group: SubGroup, span: Span) -> StateArrays:
     """View the memory of a record as its arrays."""
-    layout = record_layout(plan.request.state_format, spec.element, group.numel)
+    layout = plan.request.record_of(spec, group.numel)
     views = {
         field.field: array_at(
-            span.sub(field.offset_bytes, field.size_bytes), field.element, group.numel
+            span.sub(field.offset_bytes, field.size_bytes), field.element, field.numel
         )
         for field in layout.fields
     }
-    return StateArrays(
-        exp_avg=views[StateField.EXP_AVG],
-        exp_avg_sq=views[StateField.EXP_AVG_SQ],
-        master=views.get(StateField.MASTER),
-        residual=views.get(StateField.RESIDUAL),
+    return StateArrays.of(views)
+
+
+def state_tensors(layout: RecordLayout, record: torch.Tensor) -> StateArrays:
+    """View the bytes of a record on a device, a flat uint8 tensor, as tensors of its fields."""
+    if record.dtype is not torch.uint8 or record.numel() < layout.size_bytes:
+        raise ValueError(
+            f"a record of {layout.numel} elements has {layout.size_bytes} bytes (uint8), got"
+            f" {record.numel()} elements of {record.dtype}"
+        )
+    return StateArrays.of(
+        {
+            field.field: record[field.offset_bytes : field.offset_bytes + field.size_bytes].view(
+                torch_dtype(field.element)
+            )
+            for field in layout.fields
+        }
     )
 
 
-def update_sub_group(
-    kernels: Kernels,
-    parameter: Array,
-    gradient: Array,
-    state: StateArrays,
-    scalars: AdamWScalars,
-) -> None:
-    """Run AdamW on one sub-group in place; parameter and gradient are fp32 or bf16 bits."""
-    moments = (state.exp_avg, state.exp_avg_sq)
-    if state.residual is not None:
-        kernels.adamw_exact(parameter, state.residual, gradient, *moments, scalars)
-    elif state.master is not None:
-        kernels.adamw_master(parameter, state.master, gradient, *moments, scalars)
+def moment_values(state: StateArrays, field: StateField) -> Values:
+    """Return a moment of a record on the host in fp32, or None if the record does not keep it."""
+    stored = state.get(field)
+    if stored is None or stored.dtype == np.float32:
+        return stored
+    if stored.dtype == np.uint16:
+        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if field is StateField.EXP_AVG:
+        return decode_signed(stored, state.exp_avg_base)
+    return decode_unsigned(stored, state.exp_avg_sq_base)
+
+
+def put_moment(state: StateArrays, field: StateField, first: int, values: Array) -> None:
+    """Set elements of a moment of a record on the host from fp32 values, rounded to nearest.
+
+    What was read and is put back stays the same, also the other elements of a block.
+    """
+    stored = state.get(field)
+    inside = slice(first, first + values.size)
+    if stored.dtype == np.float32:
+        stored[inside] = values
+    elif stored.dtype == np.uint16:
+        stored[inside] = to_bf16(np.ascontiguousarray(values))
     else:
-        kernels.adamw_fp32(parameter, gradient, *moments, scalars)
+        whole = moment_values(state, field)
+        whole[inside] = values
+        encode = encode_signed if field is StateField.EXP_AVG else encode_unsigned
+        bases = state.exp_avg_base if field is StateField.EXP_AVG else state.exp_avg_sq_base
+        stored[:], bases[:] = encode(whole)
+
+
+def master_values(kernels: Kernels, parameter: Array, state: StateArrays) -> Values:
+    """Return the fp32 masters of 16-bit parameters on the host, or None if none are kept."""
+    if state.master is not None:
+        return state.master
+    if state.residual is None:
+        return None
+    if state.residual.dtype == np.int8:
+        return join_short(parameter, state.residual)
+    master = np.empty(parameter.size, np.float32)
+    kernels.join_master(parameter, state.residual, master)
+    return master
+
+
+def update_sub_group(
+    kernels: Kernels | DeviceKernels,
+    parameter: Values,
+    gradient: Values,
+    state: StateArrays,
+    scalars: UpdateScalars | GenericStep,
+    key: RoundingKey | None = None,
+) -> None:
+    """Update one sub-group in place, all on the host or all on one device.
+
+    Raises:
+        TypeError: if an optimizer without a kernel is to run on tensors of a device.
+    """
+    if isinstance(scalars, GenericStep):
+        if not isinstance(parameter, np.ndarray):
+            raise TypeError(
+                "an optimizer without a kernel updates on the host: set update_device to cpu"
+            )
+        scalars.apply(cast("Kernels", kernels), parameter, gradient, state)
+        return
+    kernels.update(parameter, gradient, state, scalars, key)

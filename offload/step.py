@@ -7,21 +7,23 @@ from collections.abc import Callable, Iterable, Sequence
 
 from estimators import Extent, Section, SubGroup
 from offload.arrays import array_at, clear_bytes
-from offload.kernels import AdamWScalars
+from offload.generic import GenericStep
+from offload.host_view import HostView
 from offload.ledger import Activity
+from offload.rules import UpdateScalars
 from offload.slots import Slot
-from offload.state import Array, state_arrays, update_sub_group
-from offload.store import Store
-
-GradientPieces = Sequence[tuple[int, Array]]
-"""(where in the shard, values): gradients of a segment that are not in one array."""
+from offload.state import state_arrays
+from offload.step_device import StreamedUpdate
+from offload.store import Store, count_use
+from offload.update_pass import GradientPieces, Rounding, UpdatePass
 
 
 def update(
     store: Store,
-    scalars: Sequence[AdamWScalars],
+    scalars: Sequence[UpdateScalars | GenericStep],
     on_segment: Callable[[int], None],
     pieces_of: Callable[[int], GradientPieces | None] = lambda _: None,
+    rounding: Rounding | None = None,
 ) -> None:
     """Update every sub-group, drop the gradients, and wait until all is written.
 
@@ -33,42 +35,69 @@ def update(
         scalars: one per parameter group.
         on_segment: called with each segment once all its parameters have changed.
         pieces_of: gives the gradients of a segment that its caller keeps, or None.
+        rounding: what lossy formats round by; None where every format is exact.
 
     Raises:
+        ValueError: if a format is lossy and there is no `rounding`.
         PageError: if a transfer failed; the pager then refuses all further work, because some
             sub-groups are a step ahead of others.
     """
     store.require_intact()
+    pass_ = UpdatePass(store, scalars, rounding, pieces_of)
     groups = [group for group in store.plan.sub_groups if group.tier(Section.STATE) is not None]
-    reads = [_reads(store, group) for group in groups]
-    paged = collections.deque(
-        (position, group.extent, wanted)
-        for position, (group, wanted) in enumerate(zip(groups, reads, strict=True))
-        if group.extent is not None and wanted
-    )
+    lend = _lender(store, groups)
+    store.parameter_version += 1
     moved: list[str] = []
+
+    def note(group: SubGroup) -> None:
+        store.ledger.note("update", _name(store, group))
+        _count_uses(store, group)
+        moved.append(_name(store, group))
+        if group is groups[-1] or groups[len(moved)].segment != group.segment:
+            on_segment(group.segment)
+
     try:
-        for position, group in enumerate(groups):
-            while paged and paged[0][0] <= position:
-                paged.popleft()
-            slot = _lend(store, group, reads[position], ((each[1], each[2]) for each in paged))
-            pieces = pieces_of(group.segment)
-            if pieces is None:
-                _update_group(store, group, scalars, slot)
-            else:
-                _update_pieces(store, group, scalars, pieces, slot)
-            moved.append(_name(store, group))
-            if position + 1 == len(groups) or groups[position + 1].segment != group.segment:
-                on_segment(group.segment)
+        if store.plan.request.update_on_device:
+            store.update_fence = StreamedUpdate(pass_, note).run(groups, lend)
+        else:
+            for position, group in enumerate(groups):
+                _update_group(pass_, group, lend(position))
+                note(group)
         if store.pager is not None:
             store.pager.drain()
     except BaseException as error:
+        store.device.settle()
         store.fail(
             f"an optimizer step failed midway ({type(error).__name__}); sub-groups already moved:"
             f" {', '.join(moved) or 'none'}"
         )
         raise
     store.drop_gradients()
+
+
+def _lender(store: Store, groups: Sequence[SubGroup]) -> Callable[[int], Slot | None]:
+    """Return what lends the slot of the sub-group at a position, asked for in ascending order."""
+    reads = [_reads(store, group) for group in groups]
+    paged = collections.deque(
+        (position, group.extent, wanted)
+        for position, (group, wanted) in enumerate(zip(groups, reads, strict=True))
+        if group.extent is not None and wanted
+    )
+
+    def lend(position: int) -> Slot | None:
+        while paged and paged[0][0] <= position:
+            paged.popleft()
+        store.before_change(groups[position])
+        return _lend(store, groups[position], reads[position], (each[1:] for each in paged))
+
+    return lend
+
+
+def _count_uses(store: Store, group: SubGroup) -> None:
+    """Count the bytes of a sub-group that its update used where they rest, in memory."""
+    for section, size in store.section_bytes(group).items():
+        if not group.on_nvme(section):
+            count_use(store.ledger, section, group, size)
 
 
 def _name(store: Store, group: SubGroup) -> str:
@@ -112,59 +141,24 @@ def _lend(
     return slot
 
 
-def _update_pieces(
-    store: Store,
-    group: SubGroup,
-    scalars: Sequence[AdamWScalars],
-    pieces: GradientPieces,
-    slot: Slot | None,
-) -> None:
-    """Update a sub-group that pages at most its state from gradients that its caller keeps.
-
-    What lies between the pieces is padding, which is zero and stays so.
-    """
+def _update_group(pass_: UpdatePass, group: SubGroup, slot: Slot | None) -> None:
+    """Update a sub-group on the host."""
+    store = pass_.store
     spec = store.plan.request.segments[group.segment]
-    parameter = array_at(
-        store.section_span(group, Section.PARAMETER, slot), spec.element, group.numel
-    )
-    span = store.section_span(group, Section.STATE, slot)
-    state = state_arrays(store.plan, spec, group, span)
+    view = HostView(store, group, slot, store.staging)
+    pieces = pass_.pieces_of(group.segment)
+    if pieces is None:
+        has_gradient = store.has_gradient(group.segment)
+        gradient = view.span(Section.GRADIENT, reads=has_gradient)
+        if not has_gradient:
+            clear_bytes(gradient)
+        pieces = [(group.start, array_at(gradient, spec.gradient, group.numel))]
+    parameter = array_at(view.span(Section.PARAMETER), spec.element, group.numel)
+    state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
     with store.ledger.timing(Activity.UPDATE):
-        for start, gradient in pieces:
-            low, high = max(start, group.start), min(start + gradient.size, group.stop)
-            if low < high:
-                inside = slice(low - group.start, high - group.start)
-                update_sub_group(
-                    store.kernels,
-                    parameter[inside],
-                    gradient[low - start : high - start],
-                    state.part(inside),
-                    scalars[spec.param_group],
-                )
-    store.ledger.note("update", _name(store, group))
-    store.count_uses(group)
-    if slot is not None and store.pager is not None:
-        store.pager.page_out(slot, frozenset({Section.STATE}))
-        store.written_states.add(group.index)
-
-
-def _update_group(
-    store: Store, group: SubGroup, scalars: Sequence[AdamWScalars], slot: Slot | None
-) -> None:
-    spec = store.plan.request.segments[group.segment]
-    gradient = store.section_span(group, Section.GRADIENT, slot)
-    if not store.has_gradient(group.segment):
-        clear_bytes(gradient)
-    with store.ledger.timing(Activity.UPDATE):
-        update_sub_group(
-            store.kernels,
-            array_at(store.section_span(group, Section.PARAMETER, slot), spec.element, group.numel),
-            array_at(gradient, spec.gradient, group.numel),
-            state_arrays(store.plan, spec, group, store.section_span(group, Section.STATE, slot)),
-            scalars[spec.param_group],
-        )
-    store.ledger.note("update", _name(store, group))
-    store.count_uses(group)
+        pass_.update(store.kernels, group, (parameter, state), pieces)
+    view.put_back(Section.PARAMETER)
+    view.put_back(Section.STATE)
     if slot is None or store.pager is None:
         return
     changed = frozenset(

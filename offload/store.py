@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
 
 from aio_ops import Engine, HostArena, PinnedArena, Span, TransferFile, measure_schedule
 from estimators import (
-    ElementType,
     Extent,
     MemoryPlan,
     Section,
     SubGroup,
 )
 from estimators.records import section_bytes
-from offload.arrays import clear_bytes, copy_bytes, tensor_at
+from offload.arrays import clear_bytes
+from offload.copies import Copies
+from offload.device import (
+    PASSED,
+    Device,
+    Fence,
+    HostDevice,
+    Memory,
+    clear_memory,
+    elements_at,
+    last_of,
+)
 from offload.heap import HeapTrimmer
 from offload.kernels import Kernels
+from offload.kernels_device import DeviceKernels, load_device_kernels
 from offload.ledger import Ledger
 from offload.pager import Pager, PagerFailedError
 from offload.residents import Residents
@@ -42,6 +55,16 @@ class SwapDirectory:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptFile:
+    """A swap file that stays when the run ends, and which of its copies count."""
+
+    file: TransferFile
+    copies: Copies
+    is_new: bool
+    """Whether nothing was ever written to it."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoreParts:
     """What a store works with; made outside, so that tests can hand in a hostile engine."""
 
@@ -58,11 +81,19 @@ class StoreParts:
     """Whether the drive's faster order of reads and writes is found out on the new swap file."""
     pins_slots: bool = False
     """Whether slots are locked in RAM and registered with the engine, where that is allowed."""
+    device: Device = field(default_factory=HostDevice)
+    """Where the model computes."""
+    position: int = 0
+    """Which part of the parameters the shard is, where they are kept in full."""
     stripes: tuple[SwapDirectory, ...] = ()
     """With more than one, the swap file is striped over these and `directory` is not used."""
+    kept: KeptFile | None = None
+    """The swap file of a durable run, which is opened already."""
 
     def create_file(self, size_bytes: int) -> TransferFile:
-        """Make the swap file, on one drive or on several."""
+        """Make the swap file, on one drive or on several; that of a durable run is there."""
+        if self.kept is not None:
+            return self.kept.file
         if len(self.stripes) > 1:
             weights = [each.weight for each in self.stripes if each.weight is not None]
             return self.engine.create_striped_file(
@@ -83,47 +114,62 @@ class Store:
         self.plan = plan
         self.ledger = parts.ledger
         self.kernels = parts.kernels
+        self.device = parts.device
+        self.device_kernels: DeviceKernels = load_device_kernels(parts.device.torch_device)
+        """For what lies on a device that is not the host."""
         self.heap = HeapTrimmer()
         """Who frees much of what this store's users unshard or copy says so here."""
-        self._engine = parts.engine
+        self.engine = parts.engine
+        self.parameter_version = 0
+        """Grows with every change of parameters: what was copied before is old then."""
         self.written_states: set[int] = set()
         """Sub-groups whose state on NVMe was ever written; the others' is zero and is not read."""
         self._has_gradient = [False] * len(plan.request.segments)
         self._failure: str | None = None
+        self.before_change: Callable[[SubGroup], None] = _ignore
+        """Called before parameters or state of a sub-group change: whoever copies them waits."""
+        self.suspended: str | None = None
+        """Why all work is refused until this is None again: what is here is half replaced."""
         self.is_closed = False
-        self.swap_file: TransferFile | None = None
+        self.is_restored = False
+        """Whether it holds what an earlier process committed: a model's own values do not count."""
         self.pager: Pager | None = None
-        if plan.swap_file_bytes:
-            self.swap_file = parts.create_file(plan.swap_file_bytes)
-        self.residents = Residents(plan)
+        self.swap_file: TransferFile | None = (
+            parts.create_file(plan.swap_file_bytes) if plan.swap_file_bytes else None
+        )
+        self.residents = Residents(plan, parts.device, parts.position)
+        self.staging: Span | None = _staging(plan, parts.device)
+        """Where the processor updates what rests on a device that is not the host."""
+        self.update_fence: Fence = PASSED
+        """The last copy out to host memory of an update on a device."""
+        self._gradient_fences: dict[int, Fence] = {}
+        """The last copy out of gradients to host memory, by segment; [Note: copies]."""
         self.slot_arena = _slot_arena(plan, parts)
         self.slots: Sequence[Slot] = ()
-        if self.swap_file is not None:
+        self.transfers: SlotTransfers | None = None
+        self.copies = parts.kept.copies if parts.kept is not None else Copies()
+        if self.swap_file is not None and plan.slots.count:
             self.slots = carve_slots(self.slot_arena, plan.slots)
-            if parts.measures_schedule:
-                _measure_schedule(self._engine, self.swap_file, self.slot_arena)
-            transfers = SlotTransfers(
-                self._engine, self.swap_file, self.ledger, verify=parts.verify
-            )
-            self.pager = Pager(transfers, self.slots, self.ledger, burst=parts.burst)
-        self.ledger.rates = plan.request.rates
-        self.ledger.parameter_numel = sum(
-            group.numel for group in plan.sub_groups if group.tier(Section.STATE) is not None
-        )
+            self.transfers = _open_transfers(self, self.swap_file, parts)
+            self.pager = Pager(self.transfers, self.slots, self.ledger, burst=parts.burst)
+        _describe(self.ledger, plan, parts.device)
 
     # Parameters
 
-    def resident_parameters(self, segment: int) -> Span | None:
-        """Return the memory of a resident parameter shard, or None if some rests on NVMe."""
+    def resident_parameters(self, segment: int) -> Memory | None:
+        """Return the memory of a resident parameter shard, or None if some rests on NVMe.
+
+        Where parameters are kept in full it is all of them.
+        """
         return self.residents.whole(Section.PARAMETER, segment)
 
-    def read_parameters(self, segment: int, target: Span) -> None:
-        """Copy this rank's parameter shard of a segment into `target`.
+    def read_parameters(self, segment: int, target: Memory) -> Fence:
+        """Copy this rank's parameter shard of a segment into `target`, see [Note: copies].
 
         Raises:
             PageError: if a page-in failed.
         """
-        self._read_section(Section.PARAMETER, segment, target)
+        return self._read_section(Section.PARAMETER, segment, target)
 
     def read_ahead_parameters(self, segment: int) -> bool:
         """Start reading the parameter shard of a segment; False once no slot is spare for it."""
@@ -139,15 +185,18 @@ class Store:
         """Tell whether a segment has gradients of the current accumulation window."""
         return self._has_gradient[segment]
 
-    def add_gradient(self, segment: int, shard: Span) -> None:
+    def add_gradient(self, segment: int, shard: Memory) -> Fence:
         """Add a gradient shard to what the window has accumulated; `shard` receives the sum.
+
+        `shard` is on the device or in host memory. Until the fence has passed it is being read,
+        see [Note: copies].
 
         Raises:
             PageError: if a transfer failed.
         """
-        spec = self.plan.request.segments[segment]
         accumulate = self._has_gradient[segment]
         groups = self.plan.by_segment[segment]
+        fence = PASSED
         for position, group in enumerate(groups):
             start, size = _byte_range(self.plan, group, Section.GRADIENT)
             part = shard.sub(start, size)
@@ -155,17 +204,17 @@ class Store:
                 following = groups[position + 1 :] if accumulate else ()
                 slot = self._lend_gradient(group, following, accumulate=accumulate)
                 stored = slot.section(Section.GRADIENT).sub(0, size)
-                if accumulate:
-                    _add(spec.gradient, stored, part)
-                copy_bytes(part, stored, size)
+                slot.fence = _accumulate(self, group, stored, part, accumulate=accumulate)
+                fence = last_of(fence, slot.fence)
                 self._require_pager().page_out(slot, _GRADIENT)
                 continue
             resident = self.residents.part(Section.GRADIENT, group)
-            if accumulate:
-                _add(spec.gradient, resident, part)
-            copy_bytes(part, resident, size)
-            _count_use(self.ledger, Section.GRADIENT, group, size)
+            done = _accumulate(self, group, resident, part, accumulate=accumulate)
+            fence = last_of(fence, done)
+            count_use(self.ledger, Section.GRADIENT, group, size)
+        self._gradient_fences[segment] = fence
         self._has_gradient[segment] = True
+        return fence
 
     def fail(self, reason: str) -> None:
         """Refuse all further work, whatever tier it is on: `reason` says what is torn."""
@@ -179,6 +228,8 @@ class Store:
         Raises:
             PagerFailedError: saying what is torn.
         """
+        if self.suspended is not None:
+            raise PagerFailedError(f"the state cannot be used because {self.suspended}")
         if self._failure is not None:
             raise PagerFailedError(
                 f"the state cannot be used because {self._failure}; start again from the last"
@@ -187,12 +238,19 @@ class Store:
 
     def reclaim(self) -> None:
         """Bring slots and transfers to rest after an interruption."""
+        self.device.settle()
         if self.pager is not None:
             self.pager.reclaim()
 
     def drop_gradients(self) -> None:
         """Forget all gradients of the current accumulation window."""
         self._has_gradient = [False] * len(self._has_gradient)
+        self._gradient_fences.clear()
+        self.residents.drop_gradients()
+
+    def gradient_fence(self, segment: int) -> Fence:
+        """Return the fence behind all that was copied out to a segment's memory on the host."""
+        return last_of(self.update_fence, self._gradient_fences.get(segment, PASSED))
 
     def note_gradient(self, segment: int) -> None:
         """Remember that a segment has gradients, which somebody else keeps."""
@@ -202,19 +260,21 @@ class Store:
         """Forget the gradients of one segment of the current accumulation window."""
         self._has_gradient[segment] = False
 
-    def read_gradient(self, segment: int, target: Span) -> None:
+    def read_gradient(self, segment: int, target: Memory) -> Fence:
         """Copy the accumulated gradient shard of a segment into `target`; zeros if it has none."""
         if not self._has_gradient[segment]:
-            clear_bytes(target)
-            return
-        self._read_section(Section.GRADIENT, segment, target)
+            clear_memory(target)
+            return PASSED
+        return self._read_section(Section.GRADIENT, segment, target)
 
     def close(self) -> None:
         """Wait for what is in flight and give everything back; safe to call twice."""
         self.is_closed = True
+        self.device.settle()
+        self.staging = None
         if self.pager is not None:
             self.pager.close()
-        self._engine.close()
+        self.engine.close()
         if self.swap_file is not None:
             self.swap_file.close()
             self.swap_file = None
@@ -224,36 +284,40 @@ class Store:
 
     # Memory of sub-groups
 
-    def section_span(self, group: SubGroup, section: Section, slot: Slot | None) -> Span:
+    def section_memory(self, group: SubGroup, section: Section, slot: Slot | None) -> Memory:
         """Return the memory of a section: in its slot if it rests on NVMe, else where it rests."""
         if slot is not None and group.on_nvme(section):
             return slot.section(section)
         return self.residents.part(section, group)
 
-    def count_uses(self, group: SubGroup) -> None:
-        """Count the bytes of a sub-group that its update used where they rest, in memory."""
+    def section_bytes(self, group: SubGroup) -> dict[Section, int]:
+        """Return the bytes of each section of a sub-group, unpadded."""
         spec = self.plan.request.segments[group.segment]
-        for section, size in section_bytes(self.plan.request, spec, group.numel).items():
-            if not group.on_nvme(section):
-                _count_use(self.ledger, section, group, size)
+        return section_bytes(self.plan.request, spec, group.numel)
 
     # Internals
 
-    def _read_section(self, section: Section, segment: int, target: Span) -> None:
+    def _read_section(self, section: Section, segment: int, target: Memory) -> Fence:
         """Copy parameters or gradients of a whole segment into `target`."""
         groups = self.plan.by_segment[segment]
+        fence = PASSED
+        is_gradient = section is Section.GRADIENT
+        earlier = self.gradient_fence(segment) if is_gradient else self.update_fence
         for position, group in enumerate(groups):
             start, size = _byte_range(self.plan, group, section)
             part = target.sub(start, size)
             if not group.on_nvme(section):
-                copy_bytes(self.residents.part(section, group), part, size)
-                _count_use(self.ledger, section, group, size)
+                resident = self.residents.part(section, group)
+                fence = last_of(fence, self.device.copy(resident, part, earlier))
+                count_use(self.ledger, section, group, size)
                 continue
             pager = self._require_pager()
             following = _sections_on_nvme(groups[position + 1 :], section)
             slot = pager.page_in(_extent(group), frozenset({section}), following)
-            copy_bytes(slot.section(section), part, size)
+            slot.fence = self.device.copy(slot.section(section).sub(0, size), part)
+            fence = last_of(fence, slot.fence)
             pager.release(slot)
+        return fence
 
     def _require_pager(self) -> Pager:
         if self.pager is None:
@@ -270,6 +334,43 @@ class Store:
         return self._require_pager().page_in(_extent(group), _GRADIENT, ahead)
 
 
+def _accumulate(
+    store: Store, group: SubGroup, stored: Memory, part: Memory, *, accumulate: bool
+) -> Fence:
+    """Add what is stored of the gradients of a sub-group to `part`, and store the sum."""
+    if accumulate:
+        element = store.plan.request.segments[group.segment].gradient
+        earlier = stored
+        if isinstance(stored, Span) and not isinstance(part, Span):
+            scratch = store.device.empty(part.size_bytes, torch.uint8)
+            earlier = store.device.memory_of(scratch)
+            before = store.gradient_fence(group.segment)
+            store.device.join(store.device.copy(stored, earlier, before))
+        numel = part.size_bytes // element.size_bytes
+        # One rounding an element, in the gradient's type.
+        elements_at(part, element, numel).add_(elements_at(earlier, element, numel))
+    return store.device.copy(part, stored)
+
+
+def _open_transfers(store: Store, swap_file: TransferFile, parts: StoreParts) -> SlotTransfers:
+    if parts.measures_schedule and (parts.kept is None or parts.kept.is_new):
+        _measure_schedule(store.engine, swap_file, store.slot_arena)
+    copies = parts.kept.copies if parts.kept is not None else None
+    return SlotTransfers(store.engine, swap_file, store.ledger, verify=parts.verify, copies=copies)
+
+
+def _describe(ledger: Ledger, plan: MemoryPlan, device: Device) -> None:
+    ledger.rates = plan.request.rates
+    ledger.copied_bytes = device.copied_bytes
+    ledger.parameter_numel = sum(
+        group.numel for group in plan.sub_groups if group.tier(Section.STATE) is not None
+    )
+
+
+def _ignore(_group: SubGroup) -> None:
+    """Nobody copies anything."""
+
+
 def _measure_schedule(engine: Engine, file: TransferFile, arena: HostArena) -> None:
     """Let the engine take the drive's faster schedule, as far as slots and file can tell it."""
     size_bytes = min(arena.used_bytes // 8, _MEASURED_BYTES)
@@ -284,9 +385,23 @@ def _measure_schedule(engine: Engine, file: TransferFile, arena: HostArena) -> N
     clear_bytes(whole)
 
 
+def pages_parameters(store: Store, segment: int) -> bool:
+    """Tell whether some of a segment's parameters rest on NVMe."""
+    return any(group.on_nvme(Section.PARAMETER) for group in store.plan.by_segment[segment])
+
+
+def _staging(plan: MemoryPlan, device: Device) -> Span | None:
+    return device.arena(plan.staging_bytes).whole() if plan.staging_bytes else None
+
+
 def _slot_arena(plan: MemoryPlan, parts: StoreParts) -> HostArena:
-    """Return the memory of the slots, pinned if asked for and allowed."""
+    """Return the memory of the slots, pinned for a device, or if asked for and allowed."""
     size_bytes = max(plan.slots.total_bytes, 1)
+    if not parts.device.is_host and plan.swap_file_bytes:
+        arena = parts.device.arena(size_bytes)
+        if isinstance(arena, PinnedArena):
+            arena.register_with(parts.engine)
+        return arena
     if not (parts.pins_slots and plan.swap_file_bytes):
         return HostArena(size_bytes)
     try:
@@ -318,7 +433,8 @@ def _byte_range(plan: MemoryPlan, group: SubGroup, section: Section) -> tuple[in
     return group.start * element.size_bytes, group.numel * element.size_bytes
 
 
-def _count_use(ledger: Ledger, section: Section, group: SubGroup, size_bytes: int) -> None:
+def count_use(ledger: Ledger, section: Section, group: SubGroup, size_bytes: int) -> None:
+    """Count the bytes of a section that were used where they rest, in memory."""
     tier = group.tier(section)
     if tier is not None:
         ledger.used_in_place(tier, section, size_bytes)
@@ -328,9 +444,3 @@ def _extent(group: SubGroup) -> Extent:
     if group.extent is None:
         raise RuntimeError(f"sub-group {group.segment} [{group.start}, {group.stop}) has no extent")
     return group.extent
-
-
-def _add(element: ElementType, earlier: Span, target: Span) -> None:
-    """Add `earlier` to `target` in place, one rounding an element, in the gradient's type."""
-    numel = target.size_bytes // element.size_bytes
-    tensor_at(target, element, numel).add_(tensor_at(earlier, element, numel))

@@ -2,17 +2,18 @@
 
 [Note: checksums] With `verify` every section is hashed as it is handed to the drive, padding
 included, and hashed again when it is back, before anybody sees the slot. The hashes are kept in
-memory: they guard what this run has written against the drive and the way to it.
+memory: they guard what this run has written against the drive and the way to it. A durable run
+hashes what it writes in any case, for its commits; whether page-ins are checked is up to `verify`.
 """
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable, Sequence
 
-import xxhash
-
-from aio_ops import Engine, Span, TransferError, TransferFile
+from aio_ops import Engine, Span, Ticket, TransferError, TransferFile
 from estimators import Extent, Section
+from offload.copies import Copies, checksum_of
 from offload.ledger import Activity, Ledger, Link
 from offload.slots import Slot, SlotState
 
@@ -25,16 +26,42 @@ class CorruptionError(PageError):
     """A section came back from NVMe with other bytes than were written; nothing has used them."""
 
 
+class JointTicket:
+    """Several transfers of one slot, whose bytes do not lie together in the file."""
+
+    def __init__(self, tickets: Sequence[Ticket]) -> None:
+        self._tickets = tickets
+
+    def done(self) -> bool:
+        """Return whether all are over, without waiting."""
+        return all(ticket.done() for ticket in self._tickets)
+
+    def wait(self) -> None:
+        """Return once all are over, and raise what came of the first that failed."""
+        for ticket in self._tickets:
+            ticket.settle()
+        for ticket in self._tickets:
+            ticket.wait()
+
+
 class SlotTransfers:
     """Starts and finishes the transfers of slots; whoever calls decides which and when."""
 
     def __init__(
-        self, engine: Engine, file: TransferFile, ledger: Ledger, *, verify: bool = False
+        self,
+        engine: Engine,
+        file: TransferFile,
+        ledger: Ledger,
+        *,
+        verify: bool = False,
+        copies: Copies | None = None,
     ) -> None:
         self._engine = engine
         self._file = file
         self._ledger = ledger
-        self._checksums: dict[tuple[int, Section], int] | None = {} if verify else None
+        self._verifies = verify
+        self._copies = copies
+        self._checksums: dict[tuple[int, Section], int] = {}
 
     def start_read(self, slot: Slot, extent: Extent, sections: frozenset[Section]) -> None:
         """Start filling a free slot.
@@ -42,13 +69,13 @@ class SlotTransfers:
         Raises:
             PageError: if the read cannot even be submitted; the slot is free again.
         """
-        start, size = extent.span(sections)
+        second = self._copies.second(extent, sections) if self._copies is not None else frozenset()
         slot.move_to(SlotState.PAGING_IN)
         slot.extent, slot.sections = extent, sections
         self._ledger.submitted(Link.READ, extent.name)
         try:
-            slot.ticket = self._engine.submit_read(
-                self._file, extent.offset + start, slot.span.sub(start, size)
+            slot.ticket = self._submit(
+                self._engine.submit_read, slot, extent.pieces(sections, second)
             )
         except OSError as error:
             raise self._read_failed(slot, extent, error) from error
@@ -87,12 +114,12 @@ class SlotTransfers:
             PageError: if the write cannot even be submitted; the slot keeps its bytes.
         """
         extent = _extent_of(slot)
-        start, size = extent.span(slot.sections)
-        self._note_checksums(slot, extent)
+        slot.settle()
+        second = self._begin_write(slot, extent)
         self._ledger.submitted(Link.WRITE, extent.name)
         try:
-            slot.ticket = self._engine.submit_write(
-                self._file, extent.offset + start, slot.span.sub(start, size)
+            slot.ticket = self._submit(
+                self._engine.submit_write, slot, extent.pieces(slot.sections, second)
             )
         except OSError as error:
             raise self._write_failed(slot, extent, error) from error
@@ -128,25 +155,54 @@ class SlotTransfers:
         slot.is_leased = True  # never reused: its bytes exist nowhere else
         return _page_error(extent, SlotState.PAGING_OUT, error)
 
-    def _note_checksums(self, slot: Slot, extent: Extent) -> None:
-        """Hash what is about to be written, see [Note: checksums]."""
-        if self._checksums is None:
-            return
+    def _submit(
+        self,
+        submit: Callable[[TransferFile, int, Span], Ticket],
+        slot: Slot,
+        pieces: Sequence[tuple[int, int, int]],
+    ) -> Ticket | JointTicket:
+        """Start the transfer of each piece of a slot; none is in flight if one cannot be."""
+        tickets: list[Ticket] = []
+        try:
+            for place, start, size in pieces:
+                tickets.append(submit(self._file, place, slot.span.sub(start, size)))
+        except BaseException:
+            self._engine.drain()
+            raise
+        return tickets[0] if len(tickets) == 1 else JointTicket(tickets)
+
+    def _begin_write(self, slot: Slot, extent: Extent) -> frozenset[Section]:
+        """Hash what is about to be written, and return what goes to a second copy."""
+        if not self._verifies and self._copies is None:
+            return frozenset()
+        second = set()
         with self._ledger.timing(Activity.CHECKSUM):
-            for section in slot.sections:
-                if extent.holds(section):
-                    self._checksums[extent.offset, section] = _checksum(slot.section(section))
+            for section in sorted(slot.sections):
+                is_kept = self._copies is not None and section is not Section.GRADIENT
+                if not extent.holds(section) or not (self._verifies or is_kept):
+                    continue
+                checksum = checksum_of(slot.section(section))
+                self._checksums[extent.offset, section] = checksum
+                if self._copies is not None and is_kept:
+                    place = extent.copy_offset(section, 0)
+                    if self._copies.begin_write(place, checksum) == 1:
+                        second.add(section)
+        return frozenset(second)
+
+    def recall(self, extent: Extent, section: Section, checksum: int) -> None:
+        """Take the checksum of what an earlier process wrote."""
+        self._checksums[extent.offset, section] = checksum
 
     def _check(self, slot: Slot, extent: Extent) -> None:
         """Compare what was read with what was written, see [Note: checksums]."""
-        if self._checksums is None:
+        if not self._verifies:
             return
         with self._ledger.timing(Activity.CHECKSUM):
             for section in sorted(slot.sections):
                 written = self._checksums.get((extent.offset, section))
                 if written is None or not extent.holds(section):
                     continue
-                found = _checksum(slot.section(section))
+                found = checksum_of(slot.section(section))
                 if found != written:
                     slot.clear()
                     raise self._corruption(extent, section, written, found)
@@ -160,14 +216,10 @@ class SlotTransfers:
             f"record {extent.name}: the {section.name.lower()} of Extent(offset={extent.offset},"
             f" size_bytes={extent.size_bytes}), {size} bytes at offset"
             f" {extent.offset + extent.offset_of(section)} of {self._file.path}, was written with"
-            f" the checksum {written:016x} and read back with {found:016x}: bits changed on the"
+            f" the checksum {written:032x} and read back with {found:032x}: bits changed on the"
             " drive or on the way; they were not used. Check the drive, and start again from the"
             " last checkpoint",
         )
-
-
-def _checksum(span: Span) -> int:
-    return xxhash.xxh3_64_intdigest(span.view())
 
 
 def _extent_of(slot: Slot) -> Extent:

@@ -7,12 +7,15 @@ in one transfer.
 
 from __future__ import annotations
 
-from typing import Any, assert_never
+from typing import Any
 
 import numpy as np
+import torch
 
 from estimators import ElementType, Section, StateField, StateFormat, SubGroup
-from offload.arrays import array_at, clear_bytes
+from offload.arrays import array_at, clear_bytes, torch_dtype
+from offload.codes import quieted, split_short
+from offload.host_view import HostView
 from offload.kernels import Kernels
 from offload.slots import Slot
 from offload.state import state_arrays
@@ -33,8 +36,9 @@ def write_parameters(store: Store, segment: int, masters: Array) -> None:
     Raises:
         PageError: if a transfer failed.
     """
+    store.parameter_version += 1
     spec = store.plan.request.segments[segment]
-    state_format = store.plan.request.state_format
+    state_format = store.plan.request.format_of(spec)
     for group in store.plan.by_segment[segment]:
         values = masters[group.start : group.stop]
         raw, kept = encode_masters(store.kernels, spec.element, state_format, values)
@@ -43,6 +47,21 @@ def write_parameters(store: Store, segment: int, masters: Array) -> None:
         _write_group(store, group, raw, kept)
     if store.pager is not None:
         store.pager.drain()
+
+
+def round_like_store(store: Store, segment: int, values: torch.Tensor) -> torch.Tensor:
+    """Return values in the type of a segment's parameters, with the bits that storing them gives.
+
+    Returns:
+        A tensor of the shape of `values`.
+    """
+    spec = store.plan.request.segments[segment]
+    masters = values.detach().float().contiguous().reshape(-1).numpy()
+    raw, _ = encode_masters(
+        store.kernels, spec.element, store.plan.request.format_of(spec), masters
+    )
+    rounded = torch.from_numpy(raw.copy()).view(torch_dtype(spec.element))
+    return rounded.view(values.shape)
 
 
 def encode_masters(
@@ -59,15 +78,14 @@ def encode_masters(
         case ElementType.BF16:
             bits, residual = np.empty(values.size, np.uint16), np.empty(values.size, np.int16)
             kernels.split_master(values, bits, residual)
-            if state_format is StateFormat.EXACT:
+            if state_format in (StateFormat.EXACT, StateFormat.BF16):
                 return bits.view(np.uint8), {StateField.RESIDUAL: residual}
-            quieted = np.empty(values.size, np.float32)
-            kernels.join_master(bits, residual, quieted)
-            return bits.view(np.uint8), {StateField.MASTER: quieted}
-        case ElementType.INT16:
-            raise ValueError("parameters cannot be int16")
+            if state_format is StateFormat.COMPACT:
+                short, rest = split_short(quieted(values))
+                return short.view(np.uint8), {StateField.RESIDUAL: rest}
+            return bits.view(np.uint8), {StateField.MASTER: quieted(values)}
         case _:
-            assert_never(element)
+            raise ValueError(f"parameters cannot be {element.value}")
 
 
 def _says_nothing(store: Store, group: SubGroup, kept: dict[StateField, Array]) -> bool:
@@ -81,31 +99,34 @@ def _says_nothing(store: Store, group: SubGroup, kept: dict[StateField, Array]) 
 
 def _write_group(store: Store, group: SubGroup, raw: Array, kept: dict[StateField, Array]) -> None:
     """Write the parameters of one sub-group and the given fields of its state."""
+    store.before_change(group)
     written = frozenset(
         section
         for section, is_set in ((Section.PARAMETER, True), (Section.STATE, bool(kept)))
         if is_set and group.on_nvme(section)
     )
-    slot = _lend(store, group, written) if written else None
+    slot = lend_for_writing(store, group, written) if written else None
+    view = HostView(store, group, slot)
     if kept:
         spec = store.plan.request.segments[group.segment]
-        span = store.section_span(group, Section.STATE, slot)
-        state = state_arrays(store.plan, spec, group, span)
+        state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
         for field, array in (
             (StateField.MASTER, state.master),
             (StateField.RESIDUAL, state.residual),
         ):
             if array is not None:
                 array[:] = kept[field]
-    target = store.section_span(group, Section.PARAMETER, slot)
+        view.put_back(Section.STATE)
+    target = view.span(Section.PARAMETER, reads=False)
     array_at(target, ElementType.INT16, raw.size // 2).view(np.uint8)[:] = raw
+    view.put_back(Section.PARAMETER)
     if slot is not None and store.pager is not None:
         store.pager.page_out(slot, written)
         if Section.STATE in written:
             store.written_states.add(group.index)
 
 
-def _lend(store: Store, group: SubGroup, written: frozenset[Section]) -> Slot | None:
+def lend_for_writing(store: Store, group: SubGroup, written: frozenset[Section]) -> Slot | None:
     """Return a slot in which everything that will be written, and stays as it is, is right."""
     if group.extent is None or store.pager is None:
         return None

@@ -27,5 +27,6 @@ step clang-format --dry-run -Werror "${cpp_sources[@]}"
 if command -v shellcheck >/dev/null; then
   step shellcheck -x scripts/*.sh .ci/run
 fi
+step scripts/cross_compile.sh
 run_native_tests
 exec bash scripts/test.sh "$@"

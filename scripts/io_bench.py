@@ -3,6 +3,9 @@
     python scripts/io_bench.py /path/on/the/disk --json bench.json --chart bench.png
     python scripts/io_bench.py /path/on/the/disk --peer-python /venv/of/deepspeed/bin/python
 
+With the flags of ds_io (--folder DIR --io_size 1G --read ...) it does what that does instead, and
+adds latency percentiles: see `io_bench.py --folder DIR --help`.
+
 The contenders take turns on the same file, so that a disk that changes its mind changes it for
 all of them. Rates come from the block device's own counters for every contender, from the time
 when 2 % of the bytes have moved to the time when 98 % have: other traffic on the disk counts too.
@@ -19,12 +22,14 @@ import argparse
 import json
 import os
 import platform
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import io_bench_ds
 from io_bench_report import Run, draw, print_table, summarise
 from io_bench_tools import (
     RECORDS,
@@ -173,6 +178,8 @@ def peer_of(options: argparse.Namespace) -> Peer | None:
 
 def main() -> None:
     """Measure, print, and write what was asked for."""
+    if any(argument.startswith("--folder") for argument in sys.argv[1:]):
+        sys.exit(io_bench_ds.main())
     options = parse()
     console = Console()
     if not console.is_terminal:

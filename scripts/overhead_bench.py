@@ -60,9 +60,9 @@ def measure(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
         "zero_optimization": {"stage": 3},
     }
     engine, _, _, _ = zero.initialize(model=make_model(options), config=config)
-    plain = make_model(options)
+    plain = make_model(options).to(engine.device)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4, fused=True)
-    x = torch.randn(options.batch, options.tokens, options.hidden)
+    x = torch.randn(options.batch, options.tokens, options.hidden, device=engine.device)
     phases: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "inference": (lambda: infer(engine, x), lambda: infer(plain, x)),
         "forward and backward": (

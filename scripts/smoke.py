@@ -69,7 +69,7 @@ def check_step() -> str:
             generator = torch.Generator().manual_seed(1)
             loss = torch.tensor(float("nan"))
             for _ in range(3):
-                x = torch.randn(4, 256, generator=generator)
+                x = torch.randn(4, 256, generator=generator).to(engine.device)
                 loss = (engine(x) - x).square().mean()
                 engine.backward(loss)
                 engine.step()

@@ -79,7 +79,7 @@ def measure(
     )
     engine, _, _, _ = zero.initialize(model=model, config=adapted(document, options))
     steps, mixes = [], []
-    batch = torch.randn(1, WIDTH)
+    batch = torch.randn(1, WIDTH, device=engine.device)
     with Bench(directory, HALF_BYTES, Allowance(10**12)) as bench:
         bench.fill(setting.engine)
         around = [bench.measure(setting, Workload.MIX, BENCH_S).rate]

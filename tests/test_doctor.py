@@ -83,6 +83,15 @@ def test_json_has_a_remedy_wherever_something_is_not_well(
     assert found.count("GB/s") == 3
 
 
+def test_a_directory_under_two_names_is_one_row(
+    scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, diagnose: Diagnose
+) -> None:
+    monkeypatch.chdir(scratch.parent)
+    config = write_config(tmp_path, nvme_path=str(scratch))
+    _, rows = diagnose(scratch.name, scratch, "--config", config)
+    assert [what for what in rows if what.startswith("disk ")] == [f"disk {scratch.name}"]
+
+
 def test_interrupted_says_so_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -1,11 +1,21 @@
 """ZeRO stage 3 with parameters, gradients and optimizer state paged between tiers."""
 
 from zero.averages import ShardedAverage
+from zero.checkpoint.convert import (
+    convert_checkpoint_to_fp32,
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_checkpoint,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+from zero.checkpoint.surface import ResumeWarning
 from zero.comm import RankError, init_distributed
 from zero.compatibility import initialize
 from zero.config import ZeroConfig, load_config
+from zero.durable import DurableError
 from zero.engine import ZeroEngine
-from zero.errors import ConfigError, PlanError, ShardedAccessError
+from zero.errors import CheckpointError, ConfigError, PlanError, ShardedAccessError
 from zero.external import register_external_parameter, unregister_external_parameter
 from zero.fragments import (
     ParameterState,
@@ -34,7 +44,9 @@ from zero.resizing import resize_parameter
 from zero.weight_files import WeightFileError
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
+    "DurableError",
     "GatheredParameters",
     "Init",
     "LoadReport",
@@ -42,16 +54,23 @@ __all__ = [
     "Plan",
     "PlanError",
     "RankError",
+    "ResumeWarning",
     "ShardedAccessError",
     "ShardedAverage",
     "WeightFileError",
     "ZeroConfig",
     "ZeroEngine",
     "ZeroOptimizer",
+    "convert_checkpoint_to_fp32",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_checkpoint",
+    "get_fp32_state_dict_from_zero_checkpoint",
     "init_distributed",
     "initialize",
     "iterate_states",
     "load_config",
+    "load_state_dict_from_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
     "load_weights",
     "memory_table",
     "plan_memory",

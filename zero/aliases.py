@@ -14,22 +14,40 @@ import xxhash
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from estimators import FlatLayout, SegmentSpec
-from offload import tensor_span
+from offload import DeviceChecksums, tensor_span
+from zero.late import Checksums
 
 
 def checksums(
-    flat: torch.Tensor, layout: FlatLayout, positions: Sequence[int] | None = None
-) -> list[int]:
-    """Return a checksum of the values of each parameter of a buffer, or of some of them."""
+    flat: torch.Tensor,
+    layout: FlatLayout,
+    positions: Sequence[int] | None = None,
+    device_checksums: DeviceChecksums | None = None,
+) -> Checksums:
+    """Return a checksum of the values of each parameter of a buffer, or of some of them.
+
+    Args:
+        flat: the buffer.
+        layout: where each parameter is in it.
+        positions: which parameters; all by default.
+        device_checksums: `checksums_of(flat, layout)`, if it is at hand, for a buffer on a device.
+    """
+    chosen = range(len(layout.numels)) if positions is None else positions
+    if device_checksums is not None or flat.device.type != "cpu":
+        found = (device_checksums or checksums_of(flat, layout)).of(flat)
+        return found if len(chosen) == len(layout.numels) else found[list(chosen)]
     memory = tensor_span(flat).view() if flat.numel() else memoryview(b"")
     size = flat.element_size()
     return [
         xxhash.xxh3_64_intdigest(memory[offset * size : (offset + numel) * size])
-        for offset, numel in (
-            (layout.offsets[each], layout.numels[each])
-            for each in (range(len(layout.numels)) if positions is None else positions)
-        )
+        for offset, numel in ((layout.offsets[each], layout.numels[each]) for each in chosen)
     ]
+
+
+def checksums_of(flat: torch.Tensor, layout: FlatLayout) -> DeviceChecksums:
+    """Return what computes the checksums of buffers of this layout on their device."""
+    ranges = [(at, at + numel) for at, numel in zip(layout.offsets, layout.numels, strict=True)]
+    return DeviceChecksums(flat, ranges)
 
 
 class LateAliases:
@@ -38,7 +56,7 @@ class LateAliases:
     def __init__(self, spec: SegmentSpec, layout: FlatLayout) -> None:
         self._spec = spec
         self._layout = layout
-        self._kept: list[tuple[StorageWeakRef, torch.dtype, list[int]]] = []
+        self._kept: list[tuple[StorageWeakRef, torch.dtype, Checksums]] = []
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -80,4 +98,4 @@ def _flat_of(reference: StorageWeakRef, dtype: torch.dtype) -> torch.Tensor | No
     storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     if storage is None:
         return None
-    return torch.empty(0, dtype=dtype).set_(storage)
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)

@@ -15,7 +15,7 @@ from zero.errors import ShardedAccessError
 from zero.parameter import reference_of
 from zero.planning import open_spool_engine
 from zero.settings import NvmeSettings
-from zero.source import OwnedPiece, ShardSource, StoreSource
+from zero.source import OwnedPiece, ShardSource, StoreSource, share_pieces
 
 PIECE_NUMEL = 4 << 20
 """Elements that are in memory at a time."""
@@ -56,13 +56,13 @@ class ShardedAverage:
                     f"parameter {name} belongs to no engine; give the model to zero.initialize"
                 )
             source, field = _source_of(parameter)
-            values = self._spool.put(source.read_own(field).float())
+            values = self._spool.put(source.read_own(field).float().cpu())
             self._averages.append(_Average(parameter, values, source.shape, source.pieces()))
 
     def update(self) -> None:
         """Move the average towards the current values, `decay` of the old one stays."""
         for source, field, average in self._matched():
-            values = source.read_own(field).float()
+            values = source.read_own(field).float().cpu()
             for start in range(0, average.numel, PIECE_NUMEL):
                 stop = min(start + PIECE_NUMEL, average.numel)
                 old = average.read(start, stop)
@@ -74,7 +74,7 @@ class ShardedAverage:
             if known.parameter is parameter:
                 source, _ = _match(known)
                 source.communicator.join(f"reading the average of {source.name}")
-                full = torch.empty(source.shape)
+                full = torch.empty(source.shape, device=source.device)
                 source.assemble(full, known.values.read())
                 return full
         raise ShardedAccessError(
@@ -95,8 +95,9 @@ class ShardedAverage:
         for source, field, average in self._matched():
             values = source.read_own(field)
             source.write_own(field, average.read().to(values.dtype))
-            average.write(0, values.float())
+            average.write(0, values.float().cpu())
             source.after_write(field)
+            share_pieces(source)
 
     def _matched(self) -> list[tuple[ShardSource, Field, SpooledArray]]:
         """Return where each parameter's values are, with its average: all of them, or an error."""

@@ -21,8 +21,10 @@ from estimators import (
     Tier,
     minimum_host_bytes,
     plan_placement,
+    start,
 )
 from estimators.placement import in_play_bytes
+from estimators.start import StartTensor
 from offload import measure_rates
 from zero import machine
 from zero.settings import Settings
@@ -45,6 +47,11 @@ def node_budget(
         return Budget(host, *shares, ranks=local_world_size), "tiers.host_memory"
     available = machine.available_host_bytes()
     share = int(available * machine.HOST_MEMORY_MARGIN) // local_world_size
+    if not request.device_is_host:
+        return Budget(share, *shares, ranks=local_world_size), (
+            f"auto: {machine.HOST_MEMORY_MARGIN:.0%} of {available} bytes available (MemAvailable"
+            f" within the cgroups' limits), for each of {local_world_size} ranks"
+        )
     host, window = _host_beside_device(request, share)
     return Budget(host, *shares, ranks=local_world_size), (
         f"auto: {machine.HOST_MEMORY_MARGIN:.0%} of {available} bytes available (MemAvailable"
@@ -79,7 +86,8 @@ def _host_beside_device(request: PlacementRequest, share_bytes: int) -> tuple[in
 
 def warn_if_beyond_machine(plan: MemoryPlan, local_world_size: int) -> None:
     """Warn if what all ranks of the node will take is more than there is."""
-    wanted = (plan.host_bytes + plan.device_bytes) * local_world_size
+    device_bytes = plan.device_bytes if plan.request.device_is_host else 0
+    wanted = (plan.host_bytes + device_bytes) * local_world_size
     available = machine.available_host_bytes()
     if wanted > available:
         most = plan.host_budget_bytes * local_world_size - (wanted - available)
@@ -125,21 +133,18 @@ def drive_rates(settings: Settings, engine: Engine, local_world_size: int) -> Dr
 
 
 def start_bytes(units: Sequence[UnitBlueprint], world_size: int) -> int:
-    """Return the most bytes that setting the parameters takes: see `zero/materialize.py`.
-
-    Of a model on `meta` the root unit and one other have their values at once, in the model's own
-    type, and one tensor is checked at a time. A segment's shard passes through fp32 as a whole;
-    with several ranks a tensor is copied to be broadcast.
-    """
+    """Return the most bytes that setting the parameters takes."""
     tensors = [
-        [member.parameter for _, members in unit.segments for member in members] for unit in units
+        [
+            StartTensor(
+                member.parameter.numel(),
+                member.parameter.numel() * member.parameter.element_size(),
+                member.parameter.is_meta,
+            )
+            for _, members in unit.segments
+            for member in members
+        ]
+        for unit in units
     ]
-    own = [
-        sum(each.numel() * each.element_size() for each in unit if each.is_meta) for unit in tensors
-    ]
-    checked = max((each.numel() for unit in tensors for each in unit if each.is_meta), default=0)
     shards = [spec.layout(world_size).shard_numel for unit in units for spec, _ in unit.segments]
-    sent = max((each.numel() * each.element_size() for unit in tensors for each in unit), default=0)
-    fresh = own[0] + max(own[1:], default=0) if own else 0
-    passing = 4 * max(shards, default=0) + (sent if world_size > 1 else 0)
-    return fresh + max(checked, passing)
+    return start.start_bytes(tensors, shards, world_size)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from collections.abc import Sequence
 
 from aio_ops import Engine
 from estimators import MemoryPlan, SegmentSpec
-from offload import Ledger, Store, StoreParts, load_kernels
+from offload import KeptFile, Kernels, Ledger, Store, StoreParts, load_kernels
 from zero import machine
 from zero.comm import Communicator
+from zero.devices import move_buffers
+from zero.durable import DurableRun
 from zero.gradients import GradientReducer
 from zero.materialize import InitFunction, seal_units
 from zero.planning import Blueprint
 from zero.runtime import Runtime
 from zero.schedule import PrefetchLimits, UnitScheduler
-from zero.settings import Settings
 from zero.unit import Segment, Unit
 
 
@@ -28,35 +26,19 @@ def build_runtime(
     communicator: Communicator,
     init_fn: InitFunction | None,
     ledger: Ledger | None = None,
+    durable: DurableRun | None = None,
 ) -> Runtime:
-    """Allocate what the plan says and move the model's values there."""
+    """Allocate what the plan says and move the model's values there, or those of a durable run."""
     model = describe_model(blueprint.plan.memory.request.segments)
     communicator.agree(model, "zero.initialize with a model of its own")
     kernels = load_kernels(thread_count=machine.thread_count(communicator.local_world_size))
-    plan = blueprint.plan
+    kept = durable.open_file(io, blueprint.plan) if durable is not None else None
+    parts = _store_parts(blueprint, io, kernels, communicator, ledger, kept)
+    store = _make_store(blueprint.plan.memory, parts, communicator)
     settings = blueprint.settings
-    tiers = settings.tiers
-    parts = StoreParts(
-        io,
-        plan.nvme[0].path if plan.nvme else None,
-        kernels,
-        ledger or Ledger(),
-        stripes=plan.nvme,
-        burst=tiers.write_burst,
-        verify=tiers.verify,
-        measures_schedule=tiers.measures_schedule,
-        pins_slots=settings.parameter_offload.pin_memory or settings.optimizer_offload.pin_memory,
-    )
-    store = _make_store(plan.memory, parts, communicator)
+    limits = PrefetchLimits(settings.prefetch_numel, settings.live_numel)
     try:
-        units = []
-        segments: list[Segment] = []
-        for index, unit in enumerate(blueprint.units):
-            own = []
-            for spec, members in unit.segments:
-                own.append(Segment(len(segments), spec, members, communicator))
-                segments.append(own[-1])
-            units.append(Unit(index, unit.name, unit.module, own))
+        units, segments = _make_units(blueprint, communicator)
         reducer = (
             GradientReducer(segments, store, kernels, communicator)
             if blueprint.optimizer is not None
@@ -73,15 +55,32 @@ def build_runtime(
                 units,
                 store,
                 reducer,
-                PrefetchLimits(settings.prefetch_numel, settings.live_numel),
+                limits,
             ),
         )
+        if durable is not None:
+            store.is_restored = durable.resume(store)
         seal_units(runtime, init_fn)
+        move_buffers(blueprint.units[0].module, blueprint.device.torch_device)
     except BaseException:
         store.close()
         raise
     runtime.scheduler.install()
     return runtime
+
+
+def _make_units(
+    blueprint: Blueprint, communicator: Communicator
+) -> tuple[list[Unit], list[Segment]]:
+    units = []
+    segments: list[Segment] = []
+    for index, unit in enumerate(blueprint.units):
+        own = []
+        for spec, members in unit.segments:
+            own.append(Segment(len(segments), spec, members, communicator))
+            segments.append(own[-1])
+        units.append(Unit(index, unit.name, unit.module, own))
+    return units, segments
 
 
 def _make_store(plan: MemoryPlan, parts: StoreParts, communicator: Communicator) -> Store:
@@ -103,28 +102,33 @@ def _make_store(plan: MemoryPlan, parts: StoreParts, communicator: Communicator)
     return store
 
 
+def _store_parts(
+    blueprint: Blueprint,
+    io: Engine,
+    kernels: Kernels,
+    communicator: Communicator,
+    ledger: Ledger | None,
+    kept: KeptFile | None,
+) -> StoreParts:
+    """Return what a store works with; `kept` is the swap file of a durable run."""
+    plan, settings = blueprint.plan, blueprint.settings
+    tiers = settings.tiers
+    return StoreParts(
+        io,
+        plan.nvme[0].path if plan.nvme else None,
+        kernels,
+        ledger or Ledger(),
+        device=blueprint.device,
+        stripes=plan.nvme,
+        position=communicator.rank,
+        burst=tiers.write_burst,
+        verify=tiers.verify,
+        measures_schedule=tiers.measures_schedule,
+        pins_slots=settings.parameter_offload.pin_memory or settings.optimizer_offload.pin_memory,
+        kept=kept,
+    )
+
+
 def describe_model(segments: Sequence[SegmentSpec]) -> int:
     """Return a number that ranks with the same model share."""
     return int.from_bytes(hashlib.blake2b(repr(segments).encode(), digest_size=7).digest())
-
-
-def make_loader(
-    data: Dataset[Any],
-    collate_fn: Callable[[list[Any]], Any] | None,
-    settings: Settings,
-    communicator: Communicator,
-) -> DataLoader[Any]:
-    """Return a loader of micro-batches; several ranks read disjoint parts."""
-    sampler: DistributedSampler[Any] | None = None
-    if communicator.world_size > 1:
-        sampler = DistributedSampler(
-            data, num_replicas=communicator.world_size, rank=communicator.rank
-        )
-    return DataLoader(
-        data,
-        batch_size=settings.batch.micro_batch_size,
-        sampler=sampler,
-        shuffle=sampler is None,
-        collate_fn=collate_fn,
-        drop_last=settings.drop_last_batch,
-    )

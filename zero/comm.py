@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import datetime
-import hashlib
 import os
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from zero.rendezvous import RankError, Rendezvous
+
+__all__ = ["Communicator", "RankError", "init_distributed"]
+
 # The names changed between torch 2.11 and 2.13; the old ones warn in the new release.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-JOIN_TIMEOUT_S = 60.0
-"""How long a rank waits for the others where its user, not the model, decides what comes next."""
 LARGE_GATHER_BYTES = 1 << 20
 """From here on a gather is made of broadcasts, see [Note: gathers of gloo]."""
 
@@ -36,10 +36,6 @@ def init_distributed(backend: str | None = None) -> bool:
     return True
 
 
-class RankError(RuntimeError):
-    """Ranks that must do the same thing did not."""
-
-
 def _cpu_group() -> dist.ProcessGroup | None:
     """Return a group that moves CPU tensors: the default one if it does, else one of gloo."""
     return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
@@ -53,7 +49,7 @@ class Communicator:
         self._group = _cpu_group() if joined else None
         self.rank = dist.get_rank() if joined else 0
         self.world_size = dist.get_world_size() if joined else 1
-        self.join_timeout_s = JOIN_TIMEOUT_S
+        self.rendezvous = Rendezvous(self.rank, self.world_size)
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
         self.local_world_size = int(local) if joined and local.isdigit() else self.world_size
 
@@ -96,6 +92,18 @@ class Communicator:
         self.all_gather_in_place(rows.view(-1))
         return rows
 
+    def gather_texts(self, text: str) -> list[str]:
+        """Return the texts of all ranks, which may differ in length."""
+        raw = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8)
+        lengths = self.gather_rows(torch.tensor([raw.numel()])).reshape(-1).tolist()
+        row = torch.zeros(max(lengths), dtype=torch.uint8)
+        row[: raw.numel()] = raw
+        rows = self.gather_rows(row)
+        return [
+            bytes(each[: length - 1].tolist()).decode()
+            for each, length in zip(rows, lengths, strict=True)
+        ]
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite `tensor`, contiguous, with the values of rank `source`."""
         if self.world_size > 1 and tensor.numel():
@@ -105,46 +113,23 @@ class Communicator:
         """Wait for all ranks to ask for the same thing, where a user's code may differ by rank.
 
         Raises:
-            RankError: naming the ranks that did not come in `join_timeout_s`, or what they asked.
+            RankError: naming the ranks that do something else, or will not come.
         """
-        if self.world_size == 1:
-            return
-        try:
-            dist.monitored_barrier(
-                self._group,
-                timeout=datetime.timedelta(seconds=self.join_timeout_s),
-                wait_all_ranks=self.rank == 0,
-            )
-        except RuntimeError as error:
-            raise RankError(
-                f"rank {self.rank}: {what} needs all {self.world_size} ranks at the same time, and"
-                f" not all came within {self.join_timeout_s:g} s; do it on every rank, not under"
-                f" `if rank == 0:` ({error})"
-            ) from error
-        digest = hashlib.blake2b(what.encode(), digest_size=7).digest()
-        number = int.from_bytes(digest, "big")
-        numbers = self.gather_rows(torch.tensor([number])).reshape(-1).tolist()
-        others = [rank for rank, other in enumerate(numbers) if other != number]
-        if others:
-            raise RankError(
-                f"rank {self.rank} does {what}, but ranks {others} do something else; all ranks"
-                " must touch the same sharded parameters in the same order"
-            )
+        if self.world_size > 1:
+            self.rendezvous.meet(what)
 
     def agree(self, number: int, what: str) -> None:
         """Check that all ranks are about to do the same thing, before they mix its bytes.
 
         Raises:
-            RuntimeError: if another rank brings another number.
+            RankError: naming the ranks that do something else, or will not come.
         """
-        if self.world_size == 1:
-            return
-        numbers = self.gather_rows(torch.tensor([number])).reshape(-1).tolist()
-        if any(other != number for other in numbers):
-            raise RuntimeError(
-                f"rank {self.rank} is at {what} (number {number}), but the ranks are at numbers"
-                f" {numbers}: all ranks must use the same parts of the model in the same order"
-            )
+        if self.world_size > 1:
+            self.rendezvous.meet(f"{what} (number {number})")
+
+    def close(self) -> None:
+        """Come to no further meeting of the ranks."""
+        self.rendezvous.close()
 
     def union(self, place: int, wanted: Sequence[bool], what: str) -> list[bool]:
         """Return what any rank wants; all ranks must be at the same place.

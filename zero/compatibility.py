@@ -10,15 +10,25 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from aio_ops import Engine
-from zero.build import build_runtime, make_loader
+from zero.build import build_runtime
 from zero.comm import Communicator, init_distributed
+from zero.config.effective import written_values
+from zero.durable import DurableRun
 from zero.engine import ZeroEngine
 from zero.errors import ConfigError
+from zero.loader import make_loader
 from zero.lr_schedules import make_schedule
 from zero.materialize import InitFunction
 from zero.nursery import made_group_before
 from zero.optimizer import ZeroOptimizer, make_optimizer
-from zero.planning import ConfigSource, make_blueprint, open_io_engine, parse_config
+from zero.planning import (
+    Changes,
+    ConfigSource,
+    Recalled,
+    make_blueprint,
+    open_io_engine,
+    parse_config,
+)
 
 InitializeResult = tuple[ZeroEngine, ZeroOptimizer | None, "DataLoader[Any] | None", Any]
 
@@ -56,27 +66,20 @@ def initialize(
     Raises:
         ConfigError: if the configuration or the model cannot be used.
         PlanError: if the budgets cannot hold the model.
+        DurableError: if `tiers.durable` names a run that lives, or that cannot be resumed.
         OSError: if the NVMe path cannot be used or is too full.
     """
-    if model is None:
-        raise ConfigError("zero.initialize needs a model")
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if hasattr(model, "_orig_mod"):
-        raise ConfigError(
-            "this model is the result of torch.compile; pass the model itself, and compile its"
-            " blocks with block.compile() before zero.initialize"
-        )
-    if isinstance(model, ZeroEngine):
-        raise ConfigError("this model is an engine already; pass the model itself")
+    model = check_given(model)
     source = choose_config(config, config_params, getattr(args, "deepspeed_config", None))
     parsed = parse_config(source, model)
     owns_group = init_distributed() or made_group_before(model)
     communicator = Communicator()
     settings = parsed.settings(communicator.world_size)
     own_optimizer = make_optimizer(model, optimizer, model_parameters, settings.optimizer)
-    io = io_engine or open_io_engine(settings)
+    durable, io = None, io_engine
     try:
+        io = io or open_io_engine(settings)
+        durable = DurableRun.begin(settings, model, communicator, io, own_optimizer)
         blueprint = make_blueprint(
             model,
             settings,
@@ -84,10 +87,14 @@ def initialize(
             io,
             communicator.world_size,
             communicator.local_world_size,
+            Changes(recalled=durable.recalled if durable is not None else Recalled()),
         )
-        runtime = build_runtime(blueprint, io, communicator, init_fn)
+        runtime = build_runtime(blueprint, io, communicator, init_fn, durable=durable)
     except BaseException:
-        io.close()
+        if io is not None:
+            io.close()
+        if durable is not None:
+            durable.close()
         raise
     scheduler = lr_scheduler
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
@@ -110,7 +117,27 @@ def initialize(
         if training_data is not None
         else None
     )
+    engine.training_dataloader = loader
+    engine.configuration = written_values(parsed)
+    if durable is not None:
+        engine.adopt(durable)
     return engine, own_optimizer, loader, scheduler
+
+
+def check_given(model: Any) -> nn.Module:
+    """Return what was given as the model, or raise if it is none."""
+    if model is None:
+        raise ConfigError("zero.initialize needs a model")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if hasattr(model, "_orig_mod"):
+        raise ConfigError(
+            "this model is the result of torch.compile; pass the model itself, and compile its"
+            " blocks with block.compile() before zero.initialize"
+        )
+    if isinstance(model, ZeroEngine):
+        raise ConfigError("this model is an engine already; pass the model itself")
+    return model
 
 
 def choose_config(*sources: ConfigSource | None) -> ConfigSource:

@@ -47,7 +47,8 @@ def checks(config: Path | None, directories: list[Path]) -> list[tuple[str, Chec
     ]
     if config is not None:
         found.append(("configuration", functools.partial(configuration, config)))
-        directories += [path for path in _swap_directories(config) if path not in directories]
+        known = {each.resolve() for each in directories}
+        directories += [path for path in _swap_directories(config) if path.resolve() not in known]
     return found
 
 

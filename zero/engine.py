@@ -7,13 +7,17 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from offload import Ledger, update
+from zero.audit import begin_audit
+from zero.checkpoint.background import BackgroundSave
+from zero.checkpoint.engine_calls import CheckpointCalls
+from zero.durable import DurableRun
 from zero.errors import ConfigError
 from zero.hooks import ModuleHook
 from zero.integrity import (
@@ -24,27 +28,24 @@ from zero.integrity import (
     refuse_gradients_without_backward,
     refuse_set_gradients,
 )
+from zero.late import require_no_late_differences
+from zero.loader import ResumableLoader
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.memory import memory_lines, memory_report, warn_if_exceeded
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Blueprint, Plan
 from zero.replan import History, Resize, group_unfrozen, has_changed, rebuild
+from zero.replicated import gather_values
+from zero.run_state import describe_configured
 from zero.runtime import Runtime
 from zero.settings import Settings
+from zero.state_formats import rounding_of
 from zero.surface import FieldSurface, no_attribute
 
 LossScaler = StaticLossScaler | DynamicLossScaler
 
 
-def _give_back(runtime: Runtime) -> None:
-    """Close the store, and take off what at the parameters would keep them and the model alive."""
-    runtime.scheduler.remove()
-    if runtime.reducer is not None:
-        runtime.reducer.drop()
-    runtime.store.close()
-
-
-class ZeroEngine(FieldSurface, nn.Module):
+class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
     """Trains one sharded model.
 
     A micro-batch is one forward with gradients and the backwards that follow it; `step()` updates
@@ -69,6 +70,16 @@ class ZeroEngine(FieldSurface, nn.Module):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.loss_scaler = loss_scaler
+        self.configuration: Any = None
+        """The configuration as plain data, for checkpoints to tell."""
+        self.pending_save: BackgroundSave | None = None
+        self.resume_report: tuple[str, ...] = ()
+        """What differed between the run that was loaded last and this one."""
+        self.training_dataloader: ResumableLoader | None = None
+        self.durable: DurableRun | None = None
+        """What `tiers.durable` asked for: what was resumed, and `commit()`."""
+        self.configured_groups = describe_configured(optimizer)
+        """Hyper-parameters of the parameter groups before anything was loaded or scheduled."""
         self.plan: Plan = blueprint.plan
         self.global_rank = runtime.communicator.rank
         self.world_size = runtime.communicator.world_size
@@ -79,6 +90,7 @@ class ZeroEngine(FieldSurface, nn.Module):
         self._retired: Runtime | None = None
         self._settings = settings
         self._history = History()
+        self._global_samples = 0
         self._micro_batches = 0
         self._forward_pending = False
         self._window_saw_forward = False
@@ -109,7 +121,17 @@ class ZeroEngine(FieldSurface, nn.Module):
             self.optimizer.attach(
                 ModuleHook(self.step), ModuleHook(self._restart_window), ModuleHook(self._holds)
             )
-        self._finalizer = weakref.finalize(self, _give_back, runtime)
+        self._finalizer = weakref.finalize(self, runtime.give_back)
+
+    def adopt(self, durable: DurableRun) -> None:
+        """Belong to a durable run: take up its state, and commit to it from now on."""
+        self.durable = durable
+        weakref.finalize(self, durable.close)
+        try:
+            durable.restore_engine(self)
+        except BaseException:
+            self.destroy()
+            raise
 
     @property
     def ledger(self) -> Ledger:
@@ -124,7 +146,7 @@ class ZeroEngine(FieldSurface, nn.Module):
             if not self._settings.autocasts:
                 return self.module(*args, **kwargs)
             # Without the cache, which would keep a cast copy of every unit until backward.
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
                 return self.module(*args, **kwargs)
         except BaseException:
             if torch._C._current_graph_task_id() == -1:
@@ -149,10 +171,15 @@ class ZeroEngine(FieldSurface, nn.Module):
             )
         refuse_set_gradients(self._runtime)
         scaled = self.scale(loss / self.gradient_accumulation_steps())
+        reducer = self._runtime.reducer
         try:
+            if reducer is not None:
+                reducer.shown.withdraw()  # or autograd adds the first gradient to what is shown
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
             self._runtime.scheduler.recover(announce=False)
+            if reducer is not None:
+                reducer.shown.show()
             raise
         return loss
 
@@ -188,7 +215,10 @@ class ZeroEngine(FieldSurface, nn.Module):
         if reducer is None:
             raise RuntimeError("an engine with an optimizer has no gradient reducer")
         reducer.shown.adopt()
+        finish_audit = begin_audit(self._runtime.segments)
         norm = reducer.global_norm() / self.loss_scaler.cur_scale
+        finish_audit()
+        require_no_late_differences(self._runtime.segments)
         self._grad_norm, self._clipped_norm = norm, None
         if math.isfinite(norm):
             self._run_update(self.optimizer, norm)
@@ -197,10 +227,13 @@ class ZeroEngine(FieldSurface, nn.Module):
             self._skip_update(norm, reducer.not_finite)
         self._restart_window()
         self.global_steps += 1
+        self._global_samples += self.train_batch_size()
         self._close_step()
         self.loss_scaler.update_scale(not math.isfinite(norm), reducer.not_finite)
         if self.lr_scheduler is not None and math.isfinite(norm):
-            self.lr_scheduler.step()
+            self._step_schedule()
+        if self.durable is not None:
+            self.durable.after_step(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  torch's own
         """Drop the gradients accumulated so far."""
@@ -261,34 +294,28 @@ class ZeroEngine(FieldSurface, nn.Module):
         if self._destroyed:
             return
         self._destroyed = True
+        try:
+            self.wait_for_checkpoint()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
         self._runtime.scheduler.remove()
         self._forward_hook.remove()
         self._retired = None
         self._runtime.drop_gradients()
         self._finalizer()
         self._runtime.store.heap.trim()
+        if self.durable is not None:
+            self.durable.close()
+        self._runtime.communicator.close()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(
-            "an engine cannot be copied: its state lives in files and pinned memory; copy"
-            " engine.module, which gives a plain model with the full values"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "an engine cannot be pickled: its state lives in files and pinned memory; pickle"
-            " engine.module, or save engine.module.state_dict()"
-        )
+        if self.durable is not None:
+            self.durable.deliver_pending()
 
     def __getattr__(self, name: str) -> Any:
         """Look up what the engine lacks on the model."""
-        if name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
-            raise AttributeError(
-                f"{name}: this version has no checkpoints; keep the weights with"
-                " `torch.save(model.state_dict(), path)` and load them with zero.load_weights"
-            )
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -309,6 +336,7 @@ class ZeroEngine(FieldSurface, nn.Module):
             self._history.updates + 1, coefficient / self.loss_scaler.cur_scale, self._groups
         )
         segments = self._runtime.segments
+        self._runtime.scheduler.ahead.drop(self._runtime.store)
         for segment in segments:
             segment.commit(self._runtime.store)
         reducer = self._runtime.reducer
@@ -317,15 +345,30 @@ class ZeroEngine(FieldSurface, nn.Module):
             scalars,
             lambda index: segments[index].forget_values(),
             lambda index: reducer.kept.pieces(segments[index]) if reducer is not None else None,
+            rounding_of(segments, self._settings.tiers.rounding_seed, self._history.updates + 1),
         )
         for segment in segments:
-            segment.accept_changes()
+            if segment.spec.trainable:
+                gather_values(segment, self.ledger)
         self._history.updates += 1
+
+    def _step_schedule(self) -> None:
+        optimizer = getattr(self.lr_scheduler, "optimizer", None)
+        if optimizer is not None:
+            optimizer._opt_called = True  # torch's schedules warn of an order that is right here
+        self.lr_scheduler.step()
 
     def _close_step(self) -> None:
         """Close the step in the ledger, and compare the plan with reality after the first one."""
         self._retired = None
         self._runtime.store.ledger.end_step()
+        if self.pending_save is not None and self.pending_save.error is not None:
+            warnings.warn(
+                f"saving {self.pending_save.tag} failed: {self.pending_save.error}; training goes"
+                " on, and engine.wait_for_checkpoint() raises this",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         if self.global_steps == 1:
             lines = memory_lines(self.plan.memory, self._runtime.store)
             self._first_step = [line.to_dict() for line in lines]
@@ -404,11 +447,18 @@ class ZeroEngine(FieldSurface, nn.Module):
 
     def _plan_anew(self, resize: Resize | None) -> None:
         """Build the runtime anew for a model that has changed, see [Note: replan]."""
+        if self.durable is not None:
+            raise RuntimeError(
+                "parameters of a durable run cannot be resized, frozen, unfrozen or grouped while"
+                " it lives: its commits belong to one plan. Do it before zero.initialize, or save a"
+                " checkpoint and load it into a run of another tiers.durable.name"
+            )
         if self.optimizer is None or self._micro_batches or not self._is_idle:
             raise RuntimeError(
                 "parameters can be resized, frozen and unfrozen between steps of an engine with an"
                 " optimizer, not while gradients are accumulated; call engine.step() before"
             )
+        self.wait_for_checkpoint()
         self._runtime.scheduler.recover()
         if any(unit.is_held for unit in self._runtime.units):
             raise RuntimeError(
@@ -437,6 +487,7 @@ class ZeroEngine(FieldSurface, nn.Module):
             self._runtime.reducer.drop()
         for segment in self._runtime.segments:
             segment.dropped_gradients.clear()
+            segment.audited = None
         self._micro_batches = 0
         self._forward_pending = self._window_saw_forward = False
 

@@ -11,4 +11,12 @@ class ShardedAccessError(RuntimeError):
     """The values of a sharded parameter cannot be had, or not in the way they were asked for."""
 
 
-__all__ = ["ConfigError", "PlanError", "ShardedAccessError"]
+class RunStateError(ConfigError):
+    """A saved state that does not belong to this model or this version; nothing was changed."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written, or cannot be read as a whole; says which and why."""
+
+
+__all__ = ["CheckpointError", "ConfigError", "PlanError", "RunStateError", "ShardedAccessError"]

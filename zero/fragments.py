@@ -149,7 +149,9 @@ def iterate_states(model: nn.Module) -> Iterator[ParameterState]:
             found: dict[Field, torch.Tensor] = {}
             for field in Field:
                 if source.has(field):
-                    full = torch.empty(source.shape, dtype=source.dtype(field))
+                    full = torch.empty(
+                        source.shape, dtype=source.dtype(field), device=source.device
+                    )
                     is_kept = field is Field.GRADIENT and runtime.is_kept(index)
                     source.assemble(full, source.read_own(field) if is_kept else own[field])
                     found[field] = full
@@ -222,6 +224,12 @@ def _set_local(param: nn.Parameter, field: Field, value: torch.Tensor) -> None:
         raise ValueError(
             f"this rank has {numel} elements of parameter {source.name}, the {field.value} given"
             f" has {value.numel()}"
+        )
+    is_value = field in (Field.PARAMETER, Field.MASTER)
+    if is_value and isinstance(source, StoreSource) and source.segment.is_replicated:
+        raise ShardedAccessError(
+            f"each rank has all values of parameter {source.name} (stages 0 to 2), so a piece of"
+            " them cannot be set by one rank; set the whole with zero.safe_set_full_fp32_param"
         )
     if numel:
         source.write_own(field, value.detach().to(source.dtype(field)).reshape(-1))

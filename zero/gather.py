@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from offload import Field
+from zero.late import Checksums, differing_members
 from zero.nursery import NurserySource
 from zero.parameter import reference_of
 from zero.runtime import Runtime
@@ -43,7 +44,7 @@ class GatheredParameters:
         """Parameters that no engine has yet."""
         self._before: dict[int, torch.Tensor] = {}
         self._versions: dict[int, list[int]] = {}
-        self._checksums: dict[int, list[int]] = {}
+        self._checksums: dict[int, Checksums] = {}
         self._snapshots: dict[int, torch.Tensor] = {}
         self._earlier: dict[int, list[ManagedParameter]] = {}
         """What was changed in place before the block, and not taken over yet."""
@@ -107,7 +108,7 @@ class GatheredParameters:
                     continue
                 changed = segment.changed(self._versions[id(segment)])
                 if not changed:
-                    changed = segment.differing(self._checksums[id(segment)])
+                    changed = differing_members(segment, self._checksums[id(segment)])
                 if changed:
                     lost.extend(member.name for member in changed)
                     self._undo(runtime, segment)
@@ -169,7 +170,7 @@ class GatheredParameters:
         runtime.communicator.broadcast(segment.flat, modifier_rank)
         changed = segment.changed(self._versions[id(segment)])
         changed += self._earlier[id(segment)]
-        changed += segment.differing(self._checksums[id(segment)])
+        changed += differing_members(segment, self._checksums[id(segment)])
         orders = {member.order for member in changed}
         distinct = [member for member in segment.members if member.order in orders]
         if distinct:

@@ -13,20 +13,23 @@ segments got anything; a rank that has nothing for one gives zeros.
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from estimators.summary import GRADIENT_SCRATCH
-from offload import Kernels, Ledger, Store, array_at, tensor_span
+from offload import Kernels, Ledger, Store
 from offload.arrays import torch_dtype
+from offload.device import PASSED, Fence
 from offload.ledger import Activity
 from zero.comm import Communicator
 from zero.hooks import ModuleHook
 from zero.kept import KeptGradients
 from zero.parameter import take_gradient
 from zero.shown import ShownGradients
+from zero.squares import SquaredNorms
 from zero.unit import Segment
 
 
@@ -42,17 +45,15 @@ class GradientReducer:
     ) -> None:
         self._store = store
         self._ledger: Ledger = store.ledger
-        self._kernels = kernels
         self._communicator = communicator
         self._all_segments = tuple(segments)
         self._segments = [segment for segment in segments if segment.spec.trainable]
         self._on_arrival: Callable[[], None] | None = None
         self._scratch: dict[int, torch.Tensor] = {}
         self._arrived: dict[int, set[int]] = {}
-        parameter_count = 1 + max(
-            (member.order for segment in segments for member in segment.members), default=-1
-        )
-        self._squares = torch.zeros(parameter_count, dtype=torch.float64)
+        self._squares = SquaredNorms(segments, store, kernels)
+        self._leaving: collections.deque[tuple[torch.Tensor, Fence]] = collections.deque()
+        """Unsharded gradients that are being copied from a device, see [Note: copies]."""
         self._names = {
             member.order: member.name for segment in segments for member in segment.members
         }
@@ -102,12 +103,14 @@ class GradientReducer:
             elif segment.index in looked_at:
                 self.kept.merge(segment)
         if segments is None:
+            self._let_leave(0)
             self.shown.show()
 
     def abandon(self) -> None:
         """Drop gradients that have arrived but are not reduced: their backward failed."""
         self._scratch.clear()
         self._arrived.clear()
+        self._let_leave(0)
         self.kept.abandon()
 
     def has_pending(self) -> bool:
@@ -119,15 +122,16 @@ class GradientReducer:
 
         Squares are summed in parameter then rank order, see [Note: block norm]. A collective.
         """
+        self._let_leave(0)
         for segment in self._segments:
             if self.kept.keeps(segment):
                 self._measure_kept(segment)
             elif segment.index in self._unmeasured:
                 self._measure(segment)
             if not self._store.has_gradient(segment.index):
-                for member in segment.members:
-                    self._squares[member.order] = 0.0
-        rows = self._communicator.gather_rows(self._squares)
+                self._squares.clear(segment)
+        self._communicator.join("a step")
+        rows = self._communicator.gather_rows(self._squares.rows())
         bad = torch.nonzero(~torch.isfinite(rows).all(0)).reshape(-1).tolist()
         self._not_finite = [self._names[order] for order in bad]
         total = 0.0
@@ -184,12 +188,13 @@ class GradientReducer:
         scratch = self._scratch.get(segment.index)
         if scratch is None:
             self._make_room(segment)
-            scratch = torch.zeros(
-                segment.layout.padded_numel, dtype=torch_dtype(segment.spec.gradient)
-            )
+            self._let_leave(1)
+            dtype = torch_dtype(segment.spec.gradient)
+            scratch = self._store.device.zeros(segment.layout.padded_numel, dtype)
             self._arrived[segment.index] = set()
             self._scratch[segment.index] = scratch
-            held = sum(each.numel() * each.element_size() for each in self._scratch.values())
+            held = sum(each.nbytes for each in self._scratch.values())
+            held += sum(each.nbytes for each, _ in self._leaving)
             self._ledger.observe(GRADIENT_SCRATCH, held)
         return scratch
 
@@ -216,25 +221,39 @@ class GradientReducer:
                 shard.div_(self._communicator.world_size)
                 self._store.heap.freed(scratch.nbytes)  # the copy that gloo reduced in
         segment.dropped_gradients.clear()
-        self._store.add_gradient(segment.index, tensor_span(shard))
-        self._note_squares(segment, shard)
+        device = self._store.device
+        with device.marking(f"gradients of {segment.spec.unit}"):
+            fence = self._store.add_gradient(segment.index, device.memory_of(shard))
+            self._squares.measure_shard(segment, shard)
+        self._unmeasured.discard(segment.index)
+        if fence is not PASSED:
+            self._leaving.append((scratch, fence))
 
     def _measure_kept(self, segment: Segment) -> None:
         """Take the norms of gradients that are at their parameters now."""
         self.kept.count(segment)
-        for position, member in enumerate(segment.members):
-            gradient = self.kept.gradient(segment, position)
-            self._squares[member.order] = (
-                self._kernels.sum_squares(
-                    array_at(tensor_span(gradient), segment.spec.gradient, gradient.numel()), 0
-                )
-                if gradient is not None and gradient.numel()
-                else 0.0
-            )
+        positions = range(len(segment.members))
+        self._squares.measure(segment, [self.kept.gradient(segment, each) for each in positions])
 
     def note_set(self, segment: Segment) -> None:
         """Have the norm of a segment's gradients taken anew at the step: somebody has set them."""
         self._unmeasured.add(segment.index)
+
+    def store_all(self) -> None:
+        """Put copies of the gradients at parameters into the shards, for those who read these."""
+        self.shown.adopt()
+        for segment in self._segments:
+            if self.kept.keeps(segment):
+                self.kept.store(segment)
+        self.shown.show()
+
+    def take_stored(self, segment: Segment) -> None:
+        """Take over gradients that somebody has put into the shard of a segment."""
+        if self.kept.keeps(segment):
+            self.kept.take_stored(segment)
+        else:
+            self.note_set(segment)
+            self.shown.show()
 
     def drop(self) -> None:
         """Drop what is at the parameters, at the end of a window."""
@@ -243,19 +262,14 @@ class GradientReducer:
         self.shown.drop()
 
     def _measure(self, segment: Segment) -> None:
-        shard = torch.zeros(segment.layout.shard_numel, dtype=torch_dtype(segment.spec.gradient))
+        device = self._store.device
+        shard = device.zeros(segment.layout.shard_numel, torch_dtype(segment.spec.gradient))
         if shard.numel():
-            self._store.read_gradient(segment.index, tensor_span(shard))
-        self._note_squares(segment, shard)
-
-    def _note_squares(self, segment: Segment, shard: torch.Tensor) -> None:
+            device.join(self._store.read_gradient(segment.index, device.memory_of(shard)))
+        self._squares.measure_shard(segment, shard)
         self._unmeasured.discard(segment.index)
-        span = tensor_span(shard)
-        element_bytes = segment.spec.gradient.size_bytes
-        squares = dict.fromkeys(range(len(segment.members)), 0.0)
-        for piece in segment.pieces:
-            part = span.sub(piece.start * element_bytes, piece.numel * element_bytes)
-            values = array_at(part, segment.spec.gradient, piece.numel)
-            squares[piece.index] = self._kernels.sum_squares(values, piece.first)
-        for position, square in squares.items():
-            self._squares[segment.members[position].order] = square
+
+    def _let_leave(self, count: int) -> None:
+        """Free unsharded gradients that were copied to host memory, all but the last `count`."""
+        while len(self._leaving) > count:
+            self._store.device.join(self._leaving.popleft()[1])

@@ -9,18 +9,15 @@ window deliver, and the update reads it in place. So whatever a user does to `.g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
 
 from estimators import Section, Tier
 from offload import Store, array_at, tensor_span
 from offload.arrays import torch_dtype
+from offload.operands import Values
 from zero.parameter import raw_gradient
 from zero.unit import Segment
-
-Array = np.ndarray[Any, Any]
 
 
 class KeptGradients:
@@ -41,6 +38,8 @@ class KeptGradients:
         return (
             segment.is_in_place
             and segment.spec.trainable
+            and not segment.is_replicated
+            and (self._store.device.is_host or self._store.plan.request.update_on_device)
             and self._store.plan.segment_tier(segment.index, Section.GRADIENT) is Tier.DEVICE
             and segment.spec.gradient is segment.spec.element
         )
@@ -77,28 +76,56 @@ class KeptGradients:
         parameter = segment.members[position].parameter
         with torch.no_grad():
             flat = self.gradient(segment, position)
-            flat = torch.zeros(parameter.numel(), dtype=values.dtype) if flat is None else flat
+            flat = values.new_zeros(parameter.numel()) if flat is None else flat
             flat[start : start + values.numel()] = values
             parameter.grad = flat.view(parameter.shape)
 
-    def pieces(self, segment: Segment) -> Sequence[tuple[int, Array]] | None:
+    def pieces(self, segment: Segment) -> Sequence[tuple[int, Values]] | None:
         """Return `(where in the shard, values)` of each parameter, or None if none are kept.
 
-        A parameter without a gradient has zeros.
+        A parameter without a gradient has zeros. Values are tensors on a device, else arrays.
         """
         if not self.keeps(segment) or not self._store.has_gradient(segment.index):
             return None
-        found = []
+        found: list[tuple[int, Values]] = []
         for position, (offset, numel) in enumerate(
             zip(segment.layout.offsets, segment.layout.numels, strict=True)
         ):
             gradient = self.gradient(segment, position)
             if gradient is None:
-                gradient = torch.zeros(numel, dtype=torch_dtype(segment.spec.gradient))
-            if numel:
+                gradient = self._store.device.zeros(numel, torch_dtype(segment.spec.gradient))
+            if numel and not self._store.device.is_host:
+                found.append((offset, gradient))
+            elif numel:
                 array = array_at(tensor_span(gradient), segment.spec.gradient, numel)
                 found.append((offset, array))
         return found
+
+    def store(self, segment: Segment) -> None:
+        """Put a copy of the gradients of a segment into its shard; those at parameters count."""
+        self.count(segment)
+        if not self._store.has_gradient(segment.index):
+            return
+        device = self._store.device
+        shard = device.zeros(segment.layout.padded_numel, torch_dtype(segment.spec.gradient))
+        for position, offset in enumerate(segment.layout.offsets):
+            gradient = self.gradient(segment, position)
+            if gradient is not None:
+                shard[offset : offset + gradient.numel()] = gradient
+        self._store.forget_gradient(segment.index)
+        device.join(self._store.add_gradient(segment.index, device.memory_of(shard)))
+
+    def take_stored(self, segment: Segment) -> None:
+        """Put the gradients of the shard to the parameters, but for those that were dropped."""
+        device = self._store.device
+        shard = device.zeros(segment.layout.padded_numel, torch_dtype(segment.spec.gradient))
+        device.join(self._store.read_gradient(segment.index, device.memory_of(shard)))
+        for position, parameter in enumerate(segment.parameters):
+            start, numel = segment.layout.offsets[position], segment.layout.numels[position]
+            is_dropped = position in segment.dropped_gradients
+            own = shard[start : start + numel].view(parameter.shape)
+            parameter.grad = None if is_dropped else own.clone()
+        segment.dropped_gradients.clear()
 
     def abandon(self) -> None:
         """Forget that a failed backward has delivered; its window is dropped."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from offload import Field
 from zero.parameter import reference_of
-from zero.source import ShardSource
+from zero.source import ShardSource, share_pieces
 from zero.weight_files import WeightReader, Weights, open_weights
 
 PIECE_NUMEL = 4 << 20
@@ -188,6 +188,7 @@ def _load_pieces(
             values = reader.read(name, first + start, first + stop)
             source.write_own(field, values.to(source.dtype(field)), start)
     source.after_write(field)
+    share_pieces(source)
 
 
 def _same(reader: WeightReader, first: str, second: str, own: list[tuple[int, int]]) -> bool:

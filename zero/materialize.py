@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-import numpy as np
 import torch
 from torch import nn
 
-from offload import Store, write_parameters
+from offload import Store, write_parameters, write_parameters_on_device
 from zero.comm import Communicator
 from zero.errors import ConfigError
 from zero.nursery import NurserySource
@@ -49,9 +48,11 @@ def initialise_module(
 
 
 def seal_segment(segment: Segment, store: Store, communicator: Communicator) -> None:
-    """Move the values of a segment's parameters into this rank's shard; rank 0's values count."""
-    masters = np.zeros(segment.layout.shard_numel, np.float32)
-    target = torch.from_numpy(masters)
+    """Move the values of a segment's parameters into this rank's shard; rank 0's values count.
+
+    Where the store holds those of a durable run, they stay.
+    """
+    target = store.device.zeros(segment.layout.shard_numel, torch.float32)
     pieces: dict[int, list[tuple[int, int, int]]] = {}
     for piece in segment.pieces:
         pieces.setdefault(piece.index, []).append((piece.first, piece.start, piece.numel))
@@ -59,8 +60,14 @@ def seal_segment(segment: Segment, store: Store, communicator: Communicator) -> 
         for index, member in enumerate(segment.members):
             values = _full_values(member.parameter, communicator)
             for first, start, numel in pieces.get(index, []):
-                target[start : start + numel] = values[first : first + numel].float()
-    write_parameters(store, segment.index, masters)
+                own = values[first : first + numel].to(target.device)
+                target[start : start + numel] = own.float()
+    if not store.is_restored:
+        if store.device.is_host:
+            write_parameters(store, segment.index, target.numpy())
+        else:
+            write_parameters_on_device(store, segment.index, target)
+    del target
     segment.attach(store)
 
 

@@ -9,9 +9,16 @@ from typing import Any
 
 from rich.table import Table
 
+from aio_ops import Span
 from estimators import MemoryPlan, Section, Tier
-from estimators.summary import COLLECTIVE_SCRATCH, GRADIENT_SCRATCH, LIVE_PARAMETERS, START_EXCESS
-from offload import Store, disk_bytes, process_bytes, resident_set_bytes
+from estimators.summary import (
+    COLLECTIVE_SCRATCH,
+    GRADIENT_SCRATCH,
+    LIVE_PARAMETERS,
+    STAGING,
+    START_EXCESS,
+)
+from offload import Memory, Store, disk_bytes, process_bytes, resident_set_bytes
 from zero.unit import Unit
 
 FILE_SLACK_BYTES = 1 << 20
@@ -46,7 +53,11 @@ class MemoryLine:
 
 def live_parameter_bytes(units: Iterable[Unit]) -> int:
     """Return the bytes of the flat buffers that a forward or a backward holds at this moment."""
-    return sum(unit.live_bytes for unit in units if unit.forward_depth or unit.backward_tokens)
+    return sum(
+        unit.live_bytes
+        for unit in units
+        if unit.forward_depth or unit.backward_tokens or not unit.is_unsharded
+    )
 
 
 def memory_lines(plan: MemoryPlan, store: Store) -> list[MemoryLine]:
@@ -60,7 +71,7 @@ def memory_lines(plan: MemoryPlan, store: Store) -> list[MemoryLine]:
             tier,
             f"{section.name.lower()}s resident",
             plan.resident_section_bytes(tier, section),
-            resident_set_bytes(store.residents.spans(tier, section)),
+            _present_bytes(store.residents.spans(tier, section)),
         )
         for tier in (Tier.DEVICE, Tier.HOST)
         for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)
@@ -83,9 +94,23 @@ def memory_lines(plan: MemoryPlan, store: Store) -> list[MemoryLine]:
             plan.slots.total_bytes,
             resident_set_bytes(slot.span for slot in store.slots),
         ),
+        MemoryLine(
+            Tier.HOST,
+            STAGING,
+            plan.staging_bytes,
+            _present_bytes([store.staging] if store.staging is not None else []),
+        ),
         MemoryLine(Tier.NVME, "swap file", plan.swap_file_bytes, disk_bytes(store.swap_file)),
     ]
     return [line for line in lines if line.planned_bytes or line.actual_bytes]
+
+
+def _present_bytes(memories: Iterable[Memory]) -> int:
+    """Return the bytes that are in memory: pages of the host, all of what is on a device."""
+    found = list(memories)
+    spans = [each for each in found if isinstance(each, Span)]
+    on_device = sum(each.size_bytes for each in found if not isinstance(each, Span))
+    return resident_set_bytes(spans) + on_device
 
 
 def warn_if_exceeded(lines: Sequence[MemoryLine]) -> None:

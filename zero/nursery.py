@@ -103,7 +103,7 @@ class NurserySource(ShardSource):
         values: torch.Tensor,
         shape: torch.Size | None = None,
     ) -> None:
-        super().__init__(name, parameter.shape if shape is None else shape)
+        super().__init__(name, parameter.shape if shape is None else shape, torch.device("cpu"))
         self.nursery = nursery
         self.open_count = 0
         self._parameter = weakref.ref(parameter)
@@ -191,6 +191,7 @@ class NurserySource(ShardSource):
             parameter.dtype != self._dtype
             or parameter.shape != self.shape
             or not _owns_memory(parameter)
+            or parameter.device.type != "cpu"
         ):
             with torch.inference_mode(mode=False):
                 parameter.data = torch.empty(self.shape, dtype=self._dtype)

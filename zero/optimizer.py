@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,32 +9,37 @@ from typing import Any, overload
 
 import torch
 
-from offload import AdamWScalars
+from estimators import GenericRule, UpdateRule
+from offload import GenericStep, UpdateScalars
+from zero.config.names import GENERIC_OPTIMIZERS as GENERIC_NAMES
 from zero.errors import ConfigError
+from zero.generic import GenericOptimizer
 from zero.settings import NamedFactory
-
-ADAMW_DEFAULTS: dict[str, Any] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.01,
-    "bias_correction": True,
-}
-
-_REFUSED_OPTIONS = ("amsgrad", "maximize", "differentiable")
+from zero.update_rules import FUSED, NAMES, FusedOptimizer, fused_by_name, fused_of
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """AdamW over sharded parameters; `param_groups` are read at each step."""
+    """An update over sharded parameters; `param_groups` are read at each step."""
 
-    def __init__(self, groups: Iterable[Any], defaults: dict[str, Any]) -> None:
-        super().__init__(groups, {**ADAMW_DEFAULTS, **defaults})
+    def __init__(
+        self,
+        groups: Iterable[Any],
+        defaults: dict[str, Any],
+        fused: FusedOptimizer | GenericOptimizer = FUSED[UpdateRule.ADAMW],
+    ) -> None:
+        super().__init__(groups, {**fused.defaults, **defaults})
+        self.fused = fused
         self._is_attached = False
         self.has_new_groups = False
         """Whether groups were added that the engine has not planned for yet."""
         self._belongs: Callable[[torch.nn.Parameter], bool] | None = None
         self._run_step: Callable[[], None] | None = None
         self._drop_gradients: Callable[[], None] | None = None
+
+    @property
+    def type_name(self) -> str:
+        """The optimizer as configurations call it."""
+        return "AdamW"
 
     def attach(
         self,
@@ -73,14 +77,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.has_new_groups = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Refuse: the state lives on the tiers, and this version has no checkpoints.
+        """Refuse: the state lives on the tiers, and `engine.save_checkpoint` saves it.
 
         Raises:
             RuntimeError: always; an empty state would lose the moments without a word.
         """
         raise RuntimeError(
-            "optimizer.state_dict: the optimizer state lives on the tiers of the engine, and this"
-            " version has no checkpoints yet"
+            "optimizer.state_dict: the optimizer state lives on the tiers of the engine; save it"
+            " with engine.save_checkpoint(folder)"
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -91,7 +95,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         raise RuntimeError(
             f"optimizer.load_state_dict: a state of {len(state_dict)} entries cannot be loaded;"
-            " this version has no checkpoints yet"
+            " load what engine.save_checkpoint saved with engine.load_checkpoint(folder)"
         )
 
     @overload
@@ -119,43 +123,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def scalars(
         self, step: int, grad_scale: float, groups: Sequence[UpdateGroup]
-    ) -> list[AdamWScalars]:
+    ) -> list[UpdateScalars | GenericStep]:
         """Return the scalars of the engine's step `step` (the first is 1), one per update group.
 
         Raises:
             ValueError: naming the group and the hyper-parameter that cannot be used.
         """
         return [
-            _group_scalars(
-                group.index, self.param_groups[group.index], step - group.birth, grad_scale
+            self.fused.scalars(
+                group.index,
+                self.param_groups[group.index],
+                step - group.birth,
+                grad_scale,
+                group.birth,
             )
             for group in groups
         ]
-
-
-def _group_scalars(index: int, group: dict[str, Any], step: int, grad_scale: float) -> AdamWScalars:
-    def number(key: str, value: Any) -> float:
-        try:
-            found = float(value)
-        except (TypeError, ValueError):
-            found = math.nan
-        if not math.isfinite(found) or found < 0:
-            raise ValueError(
-                f"param_groups[{index}][{key!r}] is {value!r}; a finite number of at least 0 is"
-                " needed"
-            )
-        return found
-
-    betas = group["betas"]
-    return AdamWScalars.from_hyperparameters(
-        lr=number("lr", group["lr"]),
-        betas=(number("betas", betas[0]), number("betas", betas[1])),
-        eps=number("eps", group["eps"]),
-        weight_decay=number("weight_decay", group["weight_decay"]),
-        step=step,
-        grad_scale=grad_scale,
-        bias_correction=bool(group.get("bias_correction", True)),
-    )
 
 
 def make_optimizer(
@@ -185,29 +168,50 @@ def make_optimizer(
         return adopted
     if named is None:
         return None
-    name = named.type_name.lower()
-    parameters = dict(named.parameters)
-    if name not in ("adam", "adamw") or not parameters.pop("adam_w_mode", True):
+    fused = fused_by_name(named.type_name)
+    if fused is None and named.type_name in GENERIC_NAMES:
+        groups = list(model_parameters) if model_parameters is not None else list(_trainable(model))
+        adopted = _adopt(_torch_optimizer(named, groups))
+        _check_membership(model, adopted)
+        return adopted
+    if fused is None:
         raise ConfigError(
-            f"optimizer.type {named.type_name!r} with {dict(named.parameters)} is not available in"
-            " this version; use AdamW"
+            f"optimizer.type {named.type_name!r} is not available in this version; use"
+            f" {', '.join(NAMES[:-1])} or {NAMES[-1]}"
         )
-    unknown = (
-        set(parameters)
-        - set(ADAMW_DEFAULTS)
-        - {"torch_adam", "fused", "foreach", *_REFUSED_OPTIONS}
-    )
-    if unknown or any(parameters.get(option) for option in _REFUSED_OPTIONS):
+    unknown = set(named.parameters) - set(fused.defaults)
+    if unknown:
         raise ConfigError(
-            f"optimizer.params {sorted(unknown) or list(_REFUSED_OPTIONS)} cannot be used with"
-            f" AdamW here; known are {sorted(ADAMW_DEFAULTS)}"
+            f"optimizer.params {sorted(unknown)} cannot be used with {named.type_name} here; known"
+            f" are {sorted(fused.defaults)}"
         )
-    defaults = {key: value for key, value in parameters.items() if key in ADAMW_DEFAULTS}
+    defaults = dict(named.parameters)
     groups = list(model_parameters) if model_parameters is not None else list(_trainable(model))
     if not groups:
         raise ConfigError("the model has no trainable parameter; train without an optimizer")
-    made = ZeroOptimizer(groups, defaults)
+    made = ZeroOptimizer(groups, defaults, fused)
     _check_membership(model, made)
+    return made
+
+
+def rule_of(named: NamedFactory | None) -> UpdateRule | GenericRule:
+    """Return what the optimizer of a configuration keeps of each parameter, AdamW without one."""
+    if named is None:
+        return UpdateRule.ADAMW
+    fused = fused_by_name(named.type_name)
+    if fused is not None:
+        return fused.rule
+    trial = torch.nn.Parameter(torch.zeros(1))
+    return GenericOptimizer(_torch_optimizer(named, [trial])).rule
+
+
+def _torch_optimizer(named: NamedFactory, groups: list[Any]) -> torch.optim.Optimizer:
+    try:
+        made: torch.optim.Optimizer = getattr(torch.optim, named.type_name)(
+            groups, **dict(named.parameters)
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.params of {named.type_name}: {error}") from error
     return made
 
 
@@ -253,31 +257,27 @@ def _trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _adopt(optimizer: torch.optim.Optimizer) -> ZeroOptimizer:
-    """Take over a torch AdamW: the same group dictionaries, so schedulers bound to it work."""
+    """Take over an optimizer: the same group dictionaries, so schedulers bound to it work."""
     if isinstance(optimizer, ZeroOptimizer):
-        raise ConfigError("this optimizer already belongs to an engine; pass a fresh torch AdamW")
-    is_adam = type(optimizer) is torch.optim.Adam
-    if type(optimizer) is not torch.optim.AdamW and not is_adam:
+        raise ConfigError("this optimizer already belongs to an engine; pass a fresh one")
+    fused = fused_of(optimizer)
+    decoupled = any(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
+    if fused is not None and fused.rule is UpdateRule.ADAM and decoupled:
         raise ConfigError(
-            f"optimizer {type(optimizer).__name__} is not available in this version; pass"
-            " torch.optim.AdamW, or name AdamW in the configuration"
+            "some groups of this Adam decay weights apart from the gradient and some do not;"
+            " use one way in all, or torch.optim.AdamW"
         )
-    for group in optimizer.param_groups:
-        refused = [option for option in _REFUSED_OPTIONS if group.get(option)]
-        if refused:
-            raise ConfigError(f"optimizer option {refused[0]} is not available in this version")
-        if is_adam and group["weight_decay"] and not group.get("decoupled_weight_decay"):
-            raise ConfigError(
-                "torch.optim.Adam with weight_decay is L2 regularisation, which is not available in"
-                " this version; use torch.optim.AdamW or weight_decay=0"
-            )
-    if optimizer.state:
+    # Adagrad makes its state before its first step.
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(
             "the optimizer already has state from earlier steps; pass it before its first step"
         )
+    optimizer.state.clear()
+    update = fused if fused is not None else GenericOptimizer(optimizer)
     adopted = ZeroOptimizer(
         [{**group} for group in optimizer.param_groups],
-        {key: optimizer.defaults[key] for key in ADAMW_DEFAULTS if key in optimizer.defaults},
+        {key: optimizer.defaults[key] for key in update.defaults if key in optimizer.defaults},
+        update,
     )
     adopted.param_groups = optimizer.param_groups
     optimizer.register_step_pre_hook(_refuse_step)

@@ -25,8 +25,13 @@ class RecordedOrder:
         self._last: tuple[Phase, int] | None = None
 
     def visit(self, phase: Phase, unit: int) -> Iterator[int]:
-        """Record a use and yield the units that followed it last time, the nearest first."""
+        """Record a use and yield the units that followed it last time, the nearest first.
+
+        A unit that is recomputed in its backward is used once.
+        """
         last = self._last
+        if last == (phase, unit) and phase is Phase.BACKWARD:
+            return self._following(phase, unit)
         if last is not None and (last[0] is Phase.FORWARD or phase is Phase.BACKWARD):
             self._successor[last] = (phase, unit)
         self._last = (phase, unit)

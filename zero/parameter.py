@@ -138,7 +138,7 @@ class ShardedView(torch.Tensor):
                 strides=geometry.stride(),
                 storage_offset=geometry.storage_offset(),
                 dtype=geometry.dtype,
-                device=torch.device("cpu"),
+                device=source_of(parameter).device,
             )
         view.parameter = parameter
         view.field = field

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,26 @@ from torch import nn
 
 from aio_ops import Engine, open_engine
 from estimators import (
+    Budget,
     DriveRates,
     ElementType,
     MemoryPlan,
     PlacementRequest,
     SegmentSpec,
     Tier,
+    UpdateRule,
     plan_placement,
 )
-from offload import SwapDirectory, load_kernels, process_bytes
+from offload import Device, HostDevice, SwapDirectory, load_kernels, process_bytes
 from zero.budgets import drive_rates, node_budget, start_bytes, warn_if_beyond_machine
 from zero.comm import Communicator
 from zero.config import ZeroConfig, load_config
 from zero.config.autos import hidden_size_of
-from zero.errors import PlanError
+from zero.devices import open_device
+from zero.errors import ConfigError, PlanError
 from zero.optimizer import UpdateGroup, ZeroOptimizer, make_optimizer, update_groups
 from zero.settings import NvmeSettings, Settings
+from zero.state_formats import choose_formats
 from zero.swap_paths import check_paths, describe_paths
 from zero.units import UnitBlueprint, form_units
 
@@ -49,6 +53,8 @@ class Plan:
     engine_reason: str
     kernels_name: str
     host_budget_source: str
+    device: str
+    """Where the model computes, in torch's words."""
     rss_at_start_bytes: int
     """What the process held in memory when the plan was made."""
 
@@ -67,6 +73,7 @@ class Plan:
             "swap_file_bytes": self.memory.swap_file_bytes,
             "host_bytes": self.memory.host_bytes,
             "host_budget_bytes": self.memory.host_budget_bytes,
+            "device": self.device,
             "device_bytes": self.memory.device_bytes,
             "nvme_path": str(self.nvme[0].path) if self.nvme else None,
             "nvme_paths": [str(each.path) for each in self.nvme],
@@ -92,8 +99,21 @@ class Blueprint:
     plan: Plan
     units: Sequence[UnitBlueprint]
     optimizer: ZeroOptimizer | None
+    device: Device = field(default_factory=HostDevice)
+    """Where the model computes."""
     groups: Sequence[UpdateGroup] = ()
     """What each `SegmentSpec.param_group` stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """What the plan of a durable run was made from, so that it can be made again."""
+
+    host_bytes: int | None = None
+    """One rank's host budget; counts where the configuration leaves it to the machine."""
+    rates: DriveRates | None = None
+    held_bytes: int | None = None
+    """Bytes of the swap file that is there already; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +126,7 @@ class Changes:
     """By id of the parameter: its elements once it is resized."""
     replaced: object = None
     """The runtime that holds the parameters until then."""
+    recalled: Recalled = field(default_factory=Recalled)
 
 
 def plan_memory(model: nn.Module, config: ConfigSource, world_size: int | None = None) -> Plan:
@@ -144,6 +165,7 @@ def open_io_engine(settings: Settings) -> Engine:
     """Open the engine that the settings ask for; "auto" tries each in the swap directory."""
     aio = settings.aio
     pages = Tier.NVME in (settings.parameter_offload.tier, settings.optimizer_offload.tier)
+    pages = pages or settings.tiers.durable is not None
     path = settings.tiers.nvme[0].path if pages and settings.tiers.nvme else None
     return open_engine(
         aio.engine,
@@ -170,6 +192,8 @@ def make_blueprint(
 ) -> Blueprint:
     """Decide units and placement, and check that the disk can hold the plan."""
     changes = changes or Changes()
+    device = open_device(settings.tiers.device)
+    _check_device(device, settings, world_size)
     groups = update_groups(optimizer, changes.births)
     units = form_units(
         model,
@@ -178,9 +202,48 @@ def make_blueprint(
         settings.gradient_element,
         changes.numels,
         changes.replaced,
+        choose_formats(model, settings),
         world_size,
     )
-    request = PlacementRequest(
+    rates = (
+        changes.recalled.rates
+        if changes.recalled.held_bytes is not None
+        else drive_rates(settings, engine, local_world_size)
+    )
+    ranks = world_size, local_world_size
+    request = _placement_request(settings, optimizer, units, device, ranks, rates)
+    budget, source = _budget(request, settings, local_world_size, changes.recalled)
+    memory = plan_placement(request, budget)
+    held = changes.recalled.held_bytes
+    needed = memory.swap_file_bytes if held is None else 0
+    nvme = _swap_directories(settings, request, needed, local_world_size)
+    warn_if_beyond_machine(memory, local_world_size)
+    plan = Plan(
+        memory=memory,
+        nvme=nvme,
+        engine_name=engine.name,
+        engine_reason=engine.reason,
+        kernels_name=load_kernels().name,
+        host_budget_source=source,
+        device=str(device.torch_device),
+        rss_at_start_bytes=process_bytes("VmRSS")["VmRSS"],
+    )
+    return Blueprint(settings, plan, units, optimizer, device, groups)
+
+
+def _placement_request(
+    settings: Settings,
+    optimizer: ZeroOptimizer | None,
+    units: Sequence[UnitBlueprint],
+    device: Device,
+    ranks: tuple[int, int],
+    rates: DriveRates | None,
+) -> PlacementRequest:
+    """Return what placement goes by; `ranks` are those of the run and those of this node."""
+    world_size, local_world_size = ranks
+    rule = optimizer.fused.rule if optimizer is not None else UpdateRule.ADAMW
+    max_host_numel = settings.parameter_offload.max_host_numel
+    return PlacementRequest(
         segments=tuple(spec for unit in units for spec, _ in unit.segments),
         world_size=world_size,
         parameter_tier=settings.parameter_offload.tier,
@@ -190,36 +253,53 @@ def make_blueprint(
         alignment_bytes=NVME_ALIGNMENT_BYTES,
         trains=optimizer is not None,
         max_host_parameter_numel=(
-            settings.parameter_offload.max_host_numel // local_world_size
-            if settings.parameter_offload.max_host_numel is not None
-            else None
+            max_host_numel // local_world_size if max_host_numel is not None else None
         ),
-        start_bytes=start_bytes(units, world_size),
+        start_bytes=start_bytes(units, world_size) if device.is_host else 0,
         slot_count=settings.tiers.slot_count,
         micro_batches=settings.batch.accumulation_steps,
-        rates=drive_rates(settings, engine, local_world_size),
+        rates=rates,
+        durable=settings.tiers.durable is not None,
+        device_is_host=device.is_host,
+        update_on_device=(
+            not device.is_host
+            and settings.tiers.update_device != "cpu"
+            and isinstance(rule, UpdateRule)
+        ),
+        replicates=settings.stage < 3,
+        rule=rule,
     )
-    budget, source = node_budget(request, settings, local_world_size)
-    memory = plan_placement(request, budget)
-    nvme = _swap_directories(settings, request, memory.swap_file_bytes, local_world_size)
-    warn_if_beyond_machine(memory, local_world_size)
-    plan = Plan(
-        memory=memory,
-        nvme=nvme,
-        engine_name=engine.name,
-        engine_reason=engine.reason,
-        kernels_name=load_kernels().name,
-        host_budget_source=source,
-        rss_at_start_bytes=process_bytes("VmRSS")["VmRSS"],
-    )
-    return Blueprint(settings, plan, units, optimizer, groups)
+
+
+def _check_device(device: Device, settings: Settings, world_size: int) -> None:
+    if device.is_host and settings.tiers.update_device == "device":
+        raise ConfigError(
+            'tiers.update_device is "device", but the model computes on the processor; write "auto"'
+            ' or "cpu"'
+        )
+    if world_size > 1 and not device.is_host:
+        raise ConfigError(
+            f"{world_size} ranks cannot train on {device.torch_device.type} in this version; start"
+            ' one rank, or set tiers.device to "cpu"'
+        )
+
+
+def _budget(
+    request: PlacementRequest, settings: Settings, local_world_size: int, recalled: Recalled
+) -> tuple[Budget, str]:
+    """Return the budget of a rank: as configured, as a durable run had it, or from the machine."""
+    if recalled.host_bytes is None or settings.tiers.host_memory_bytes is not None:
+        return node_budget(request, settings, local_world_size)
+    given = replace(settings.tiers, host_memory_bytes=recalled.host_bytes * local_world_size)
+    budget, _ = node_budget(request, replace(settings, tiers=given), local_world_size)
+    return budget, "as the durable run began (auto)"
 
 
 def _swap_directories(
     settings: Settings, request: PlacementRequest, size_bytes: int, local_world_size: int
 ) -> tuple[SwapDirectory, ...]:
     """Return where the swap files go, having looked whether they fit there."""
-    if Tier.NVME not in (request.parameter_tier, request.optimizer_tier):
+    if not request.durable and Tier.NVME not in (request.parameter_tier, request.optimizer_tier):
         return ()
     if not settings.tiers.nvme:
         raise PlanError("something is offloaded to NVMe but no path is given; set nvme_path")
@@ -255,14 +335,17 @@ def plan_table(plan: Plan) -> Table:
     table.add_column("what")
     table.add_column("bytes", justify="right")
     for row in memory.rows():
-        name = "device (host RAM on this CPU run)" if row.tier is Tier.DEVICE else row.tier.value
+        name = row.tier.value
+        if row.tier is Tier.DEVICE:
+            is_host = memory.request.device_is_host
+            name = "device (host RAM on this CPU run)" if is_host else f"device ({plan.device})"
         table.add_row(name, row.what, f"{row.size_bytes:,}")
     table.add_section()
     table.add_row("", "host budget", f"{memory.host_budget_bytes:,}")
     table.add_row("", "host planned", f"{memory.host_bytes:,}")
-    table.add_row(
-        "", "RAM in all (host and device)", f"{memory.host_bytes + memory.device_bytes:,}"
-    )
+    if memory.request.device_is_host:
+        both = memory.host_bytes + memory.device_bytes
+        table.add_row("", "RAM in all (host and device)", f"{both:,}")
     if memory.slots.count:
         slots = memory.slots
         table.add_row("", f"{slots.count} slots of", f"{slots.size_bytes:,}")

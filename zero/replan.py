@@ -27,6 +27,7 @@ from zero import machine
 from zero.build import build_runtime
 from zero.errors import PlanError
 from zero.fragments import iterate_states
+from zero.generic import refuse_generic
 from zero.nursery import Nursery, NurserySource, SpooledShard
 from zero.optimizer import ZeroOptimizer
 from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference, reference_of
@@ -115,8 +116,8 @@ class Resize:
     def of(self, old: torch.Tensor, *, is_value: bool) -> torch.Tensor:
         """Return the new form of old values, or of old moments, whose new elements are zero."""
         if is_value and self.values is not None:
-            return self.values.to(old.dtype, copy=True).contiguous()
-        new = torch.zeros(self.shape, dtype=old.dtype)
+            return self.values.to(old.device, old.dtype, copy=True).contiguous()
+        new = torch.zeros(self.shape, dtype=old.dtype, device=old.device)
         if is_value and self.init is not None:
             with torch.no_grad():
                 self.init(new)
@@ -141,6 +142,8 @@ def rebuild(
     Whatever else is raised while the copies are made has changed nothing either; after that, the
     old store is failed and refuses all further work.
     """
+    if history.updates:
+        refuse_generic(optimizer.fused, "planning the engine anew")
     io = open_io_engine(settings)
     try:
         births = history.births_now(old, optimizer)
@@ -291,6 +294,16 @@ def _put_back(runtime: Runtime, history: History, moved: dict[int, Moments]) -> 
                 first, second = moments.read(member.parameter.shape)
                 reference.source.store_full(first, Field.EXP_AVG)
                 reference.source.store_full(second, Field.EXP_AVG_SQ)
+
+
+def keep_moments(
+    runtime: Runtime, settings: Settings, steps: int, moments: Sequence[torch.Tensor]
+) -> Moments:
+    """Return moments that wait, from whole flat tensors that all ranks have alike."""
+    spool = _make_spool(runtime, settings, None)
+    nursery = Nursery(runtime.communicator, spool, None, made_group=False)
+    first, second = moments
+    return Moments(SpooledShard(nursery, first), SpooledShard(nursery, second), steps)
 
 
 def has_changed(runtime: Runtime, optimizer: ZeroOptimizer) -> bool:

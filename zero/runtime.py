@@ -39,6 +39,13 @@ class Runtime:
             self.reducer.abandon()
             self.reducer.drop()
 
+    def give_back(self) -> None:
+        """Close the store, and take off what at the parameters would keep them and the model."""
+        self.scheduler.remove()
+        if self.reducer is not None:
+            self.reducer.drop()
+        self.store.close()
+
     def retire(self) -> None:
         """Close the store and be an empty shell: hooks that are on the stack may still be called.
 

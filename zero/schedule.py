@@ -25,6 +25,7 @@ from torch import nn
 
 from estimators.summary import LIVE_PARAMETERS
 from offload import Store
+from zero.coming import UnitAhead
 from zero.gradients import GradientReducer
 from zero.guard import SavedTensorGuard
 from zero.hooks import ModuleHook
@@ -63,6 +64,7 @@ class UnitScheduler:
         self._store = store
         self._reducer = reducer
         self._order = RecordedOrder()
+        self.ahead = UnitAhead()
         self._guard = SavedTensorGuard(self._require_for_backward)
         self._tokens: dict[int, list[object]] = {unit.index: [] for unit in units}
         self._tasks_with_callback: set[int] = set()
@@ -139,6 +141,7 @@ class UnitScheduler:
             failed = True
             self._reducer.abandon()
         self._guard.pop_all()
+        self.ahead.drop(self._store)
         self._forward_thread = None
         if failed or self._in_forward:
             self._store.reclaim()
@@ -174,7 +177,8 @@ class UnitScheduler:
         token = object()
         self._tokens[unit.index].append(token)
         self._guard.push()
-        self._acquire(unit, Phase.FORWARD)
+        in_backward = torch._C._current_graph_task_id() != -1  # recomputed, for checkpointing
+        self._acquire(unit, Phase.BACKWARD if in_backward else Phase.FORWARD)
         if torch.is_grad_enabled():
             for tensor in _tensors((args, kwargs)):
                 node = tensor.grad_fn
@@ -237,10 +241,14 @@ class UnitScheduler:
         )
         spare = min(spare, self._limits.prefetch_numel)
         ahead_bytes = 0
-        for predicted in self._order.visit(phase, unit.index):
+        for position, predicted in enumerate(self._order.visit(phase, unit.index)):
             following = self.units[predicted]
             spare -= following.numel
-            if spare < 0 or not self._read_ahead(following):
+            if spare < 0:
+                break
+            if not position and not self._store.device.is_host:
+                self.ahead.start(following, self._store)
+            if not self._read_ahead(following):
                 break
             ahead_bytes += following.shard_bytes
             self._store.ledger.observe(READ_AHEAD, ahead_bytes)
@@ -258,13 +266,14 @@ class UnitScheduler:
             self._guard.forget(unit)
             held_bytes = unit.live_bytes
             unit.reshard()
-            self._store.heap.freed(held_bytes)
+            if self._store.device.is_host:
+                self._store.heap.freed(held_bytes)
 
     def _queue_end_of_task(self) -> None:
         task = torch._C._current_graph_task_id()
         if task == -1 or task in self._tasks_with_callback:
             return
-        if self._tasks_with_callback and _backward_depth() == 1:
+        if self._tasks_with_callback and _is_outermost_backward():
             self.recover()  # no backward is around this one, so the earlier one failed
         self._tasks_with_callback.add(task)
         engine = torch.autograd.Variable._execution_engine
@@ -284,6 +293,15 @@ class UnitScheduler:
             self._reducer.flush()
         if self.on_backward_end is not None:
             self.on_backward_end()
+
+
+def _is_outermost_backward() -> bool:
+    """Tell whether no backward is around the one that runs.
+
+    The backward of a GPU runs on a thread of autograd, which the caller's frames are not on.
+    """
+    is_of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
+    return _backward_depth() == (0 if is_of_autograd else 1)
 
 
 def _backward_depth() -> int:

@@ -35,18 +35,42 @@ class NvmeSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class DurableSettings:
+    """A run that is kept under a name, and how often it commits."""
+
+    name: str
+    every_steps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FormatOverride:
+    """How the state of the parameters whose names match a pattern is stored."""
+
+    pattern: str
+    state_format: StateFormat
+
+
+@dataclass(frozen=True, slots=True)
 class TierSettings:
     """How much of each tier a node gives; None means decided from the machine ("auto")."""
 
+    device: str = "auto"
+    """Where the model computes: "cpu", "cuda", or "auto"."""
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     nvme: tuple[NvmeSettings, ...] = ()
     state_format: StateFormat = StateFormat.EXACT
+    update_device: str = "auto"
+    """Where the optimizer runs: "cpu", "device", or "auto"."""
+    format_overrides: tuple[FormatOverride, ...] = ()
+    rounding_seed: int = 0
     measures_bandwidth: bool = False
     slot_count: int | None = None
     write_burst: int = 0
     measures_schedule: bool = False
     verify: bool = False
+    durable: DurableSettings | None = None
+    keep_last_checkpoints: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

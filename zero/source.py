@@ -17,8 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from estimators import shard_bounds
-from offload import Field, ensure_gradient, field_dtype, has_field, read_range, write_range
+from offload import (
+    Field,
+    ensure_gradient,
+    field_dtype,
+    has_field,
+    read_range,
+    round_like_store,
+    write_range,
+)
 from zero.errors import ShardedAccessError
+from zero.replicated import gather_values
 
 if TYPE_CHECKING:
     from zero.comm import Communicator
@@ -33,9 +42,11 @@ OwnedPiece = tuple[int, int, int]
 class ShardSource(abc.ABC):
     """Values, gradient and optimizer state of one parameter, wherever they rest."""
 
-    def __init__(self, name: str, shape: torch.Size) -> None:
+    def __init__(self, name: str, shape: torch.Size, device: torch.device) -> None:
         self.name = name
         self.shape = shape
+        self.device = device
+        """Where values are read to, and what the parameter says of its device."""
 
     @property
     @abc.abstractmethod
@@ -90,7 +101,7 @@ class ShardSource(abc.ABC):
             live = self.live()
             if live is not None:
                 return live.clone()
-        full = torch.empty(self.shape, dtype=self.dtype(field))
+        full = torch.empty(self.shape, dtype=self.dtype(field), device=self.device)
         self.assemble(full, self.read_own(field))
         return full
 
@@ -125,6 +136,7 @@ class ShardSource(abc.ABC):
             with torch.no_grad():
                 live.copy_(full)
         self.after_write(field)
+        _show(self, full, field)
 
 
 class StoreSource(ShardSource):
@@ -132,7 +144,8 @@ class StoreSource(ShardSource):
 
     def __init__(self, runtime: Runtime, segment: Segment, position: int, unit: Unit) -> None:
         member = segment.members[position]
-        super().__init__(member.name, member.parameter.shape)
+        device = runtime.store.device.torch_device
+        super().__init__(member.name, member.parameter.shape, device)
         self.owner: weakref.ref[Any] = weakref.ref(runtime)  # a model keeps no engine alive
         self.segment_index = segment.index
         self.position = position
@@ -239,9 +252,10 @@ class StoreSource(ShardSource):
         kept = self._kept
         if field is Field.GRADIENT and kept is not None:
             found = kept.gradient(self.segment, self.position)
-            zeros = torch.zeros(stop - start, dtype=self.dtype(field))
+            zeros = torch.zeros(stop - start, dtype=self.dtype(field), device=self.device)
             return zeros if found is None else found.clone()
-        return read_range(self.runtime.store, self.segment_index, field, start, stop)
+        own = read_range(self.runtime.store, self.segment_index, field, start, stop)
+        return own.to(self.device)
 
     def write_own(self, field: Field, values: torch.Tensor, start: int = 0) -> None:
         """Set elements of this rank's piece from `start` on, with their residual."""
@@ -257,11 +271,9 @@ class StoreSource(ShardSource):
 
     def live(self) -> torch.Tensor | None:
         """Return the view of the flat buffer while the unit is unsharded."""
-        segment = self.segment
-        if segment.is_in_place or not self.runtime.units[self.unit_index].is_unsharded:
+        if self.segment.is_in_place or not self.runtime.units[self.unit_index].is_unsharded:
             return None
-        offset, numel = segment.layout.offsets[self.position], segment.layout.numels[self.position]
-        return segment.flat[offset : offset + numel].view(self.shape)
+        return _view(self)
 
     def after_write(self, field: Field) -> None:
         """Invalidate graphs that saved the old values; measure a gradient that was set.
@@ -294,3 +306,26 @@ class StoreSource(ShardSource):
         reducer = self.runtime.reducer
         if reducer is not None:
             reducer.note_set(segment)
+
+
+def share_pieces(source: ShardSource) -> None:
+    """Let each rank that has all values see what the others wrote of theirs; a collective."""
+    if isinstance(source, StoreSource) and source.segment.is_replicated:
+        source.segment.commit(source.runtime.store)
+        gather_values(source.segment, source.runtime.store.ledger)
+
+
+def _show(source: ShardSource, full: torch.Tensor, field: Field) -> None:
+    """Put values that all ranks have alike where each rank has all values."""
+    is_value = field in (Field.PARAMETER, Field.MASTER)
+    if is_value and isinstance(source, StoreSource) and source.segment.is_replicated:
+        with torch.no_grad():
+            _view(source).copy_(round_like_store(source.runtime.store, source.segment_index, full))
+        source.segment.accept_changes(source.position)
+
+
+def _view(source: StoreSource) -> torch.Tensor:
+    """Return the place of a parameter in the flat buffer."""
+    layout = source.segment.layout
+    offset, numel = layout.offsets[source.position], layout.numels[source.position]
+    return source.segment.flat[offset : offset + numel].view(source.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -22,11 +22,12 @@ class FieldSurface:
     _runtime: Runtime
     _settings: Settings
     _step_applied: bool
+    _global_samples: int
 
     @property
     def device(self) -> torch.device:
-        """Where inputs belong and losses are: this version computes on the CPU."""
-        return torch.device("cpu")
+        """Where inputs belong and losses are."""
+        return self._runtime.store.device.torch_device
 
     @property
     def local_rank(self) -> int:
@@ -45,7 +46,7 @@ class FieldSurface:
     @property
     def global_samples(self) -> int:
         """The samples of all steps over all ranks, skipped steps included."""
-        return self.global_steps * self._settings.batch.train_batch_size
+        return self._global_samples
 
     def zero_optimization_stage(self) -> int:
         """Return the ZeRO stage."""
@@ -54,6 +55,18 @@ class FieldSurface:
     def was_step_applied(self) -> bool:
         """Tell whether the last `step()` updated: the window was complete and its norm finite."""
         return self._step_applied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "an engine cannot be copied: its state lives in files and pinned memory; copy"
+            " engine.module, which gives a plain model with the full values"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "an engine cannot be pickled: its state lives in files and pinned memory; pickle"
+            " engine.module, or save engine.module.state_dict()"
+        )
 
 
 def no_attribute(name: str, model: Any) -> str:

@@ -85,15 +85,16 @@ def _refuse(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _on_stand_ins(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
-    """Answer what depends on the device with tensors on the CPU, where parameters belong."""
+    """Answer what depends on the device with tensors there, where parameters belong."""
 
     def stand_in(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return type(value)(map(stand_in, value))
         if not isinstance(value, SHARDED):
             return value
+        device = source_of(value).device
         with torch._C.DisableTorchFunctionSubclass():
-            return torch.empty((), dtype=value.dtype).expand(value.size())
+            return torch.empty((), dtype=value.dtype, device=device).expand(value.size())
 
     with torch.no_grad():
         found = tuple(stand_in(value) for value in args)
@@ -190,9 +191,10 @@ def _cast(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
         return NotImplemented
     if kwargs.get("copy") or len(args) > 3:
         return NotImplemented
+    device = source_of(item).device
     with torch._C.DisableTorchFunctionSubclass():
         probe = torch.empty_strided(
-            (1,) * item.dim(), (1,) * item.dim(), dtype=item.dtype, device="cpu"
+            (1,) * item.dim(), (1,) * item.dim(), dtype=item.dtype, device=device
         )
         is_same = func(probe, *args[1:], **kwargs) is probe and item.is_contiguous()
     return item if is_same else NotImplemented

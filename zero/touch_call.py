@@ -137,7 +137,7 @@ class Call:
                 )
             with torch.inference_mode(mode=False), torch.no_grad():
                 full = (
-                    torch.empty(source.shape, dtype=source.dtype(field))
+                    torch.empty(source.shape, dtype=source.dtype(field), device=source.device)
                     if blank
                     else source.read(field)
                 )

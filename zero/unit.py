@@ -26,19 +26,25 @@ from torch import nn
 
 from estimators import ElementType, FlatLayout, Piece, SegmentSpec, shard_pieces
 from offload import (
+    Device,
+    DeviceChecksums,
     Field,
+    HostDevice,
     Ledger,
     Store,
+    elements_at,
     has_field,
-    tensor_at,
-    tensor_span,
     write_parameters,
+    write_parameters_on_device,
     write_range,
 )
 from offload.arrays import torch_dtype
 from offload.ledger import Activity
-from zero.aliases import LateAliases, checksums
+from zero.aliases import LateAliases, checksums, checksums_of
+from zero.coming import ComingParameters, read_flat
 from zero.comm import Communicator
+from zero.late import Checksums, differing
+from zero.replicated import gather_values
 from zero.seal import seal_all, sealed_like
 from zero.units import ManagedParameter
 
@@ -74,15 +80,24 @@ class Segment:
         self.layout: FlatLayout = spec.layout(communicator.world_size)
         self.pieces: list[Piece] = shard_pieces(self.layout, communicator.rank)
         self.is_in_place = False
+        self.is_replicated = False
+        """Whether it is in place on each of several ranks, with the values of all."""
         self.flat = torch.empty(0, dtype=torch_dtype(spec.element))  # [padded numel] once attached
-        self._communicator = communicator
+        self._device: Device = HostDevice()
+        self.communicator = communicator
         self.dropped_gradients: set[int] = set()
         """Positions whose gradient was set to None since the segment last got gradients."""
         self._versions: list[int] = []
         self._shapes: list[torch.Size] = []
         self._views: list[torch.Tensor] = []
         self._sealed: list[torch.Tensor] = []
-        self._checksums: list[int] = []
+        self._checksums: Checksums = []
+        self.audited: list[int] | None = None
+        """Positions whose checksum was found to be another one, by `audit`."""
+        self._device_checksums: DeviceChecksums | None = None
+        self.late_differences: torch.Tensor | None = None
+        """On a device, which parameters checksums showed to be written; [Note: late comparison]."""
+        self.coming = ComingParameters(self)
         self._has_masters = False
         """Whether it rests in place and its masters elsewhere."""
         self._sums_hold = False
@@ -104,15 +119,17 @@ class Segment:
     def attach(self, store: Store) -> None:
         """Make the parameters views of the flat buffer: the shard itself where it is in place."""
         self.is_in_place = store.plan.is_in_place(self.index)
+        self._device = store.device
+        self.is_replicated = self.is_in_place and self.layout.world_size > 1
         self._shapes = [parameter.shape for parameter in self.parameters]
         resident = store.resident_parameters(self.index)
         if self.is_in_place and resident is not None:
-            self.flat = tensor_at(resident, self.spec.element, self.layout.padded_numel)
+            self.flat = elements_at(resident, self.spec.element, self.layout.padded_numel)
             self._cut()
             _link(self.parameters, self._views)
             is_16_bit = self.spec.element is not ElementType.FP32
             self._has_masters = is_16_bit and has_field(store, self.index, Field.MASTER)
-            self.accept_changes()
+            gather_values(self, store.ledger)
             return
         self._renew()
 
@@ -126,20 +143,18 @@ class Segment:
         """Read this rank's shard into the flat buffer and gather the others'."""
         if self.is_in_place:
             return
-        storage = self.flat.untyped_storage()
-        storage.resize_(self.flat.numel() * self.flat.element_size())
-        if self.flat.numel():
-            store.read_parameters(self.index, tensor_span(self._communicator.own_slice(self.flat)))
+        if not self.coming.take(store):
+            self._device.join(read_flat(self, store))
         with ledger.timing(Activity.COLLECTIVE):
-            self._communicator.agree(self.index, f"the parameters of unit {self.spec.unit}")
-            self._communicator.all_gather_in_place(self.flat)
+            self.communicator.agree(self.index, f"the parameters of unit {self.spec.unit}")
+            self.communicator.all_gather_in_place(self.flat)
 
     def expose(self) -> None:
         """Make the parameters plain: their values may be read now."""
         if not self.is_in_place:
             _link(self.parameters, self._views)
             self._use_count = _use_count(self.flat)
-            if not self._sums_hold or self._communicator.world_size > 1:
+            if not self._sums_hold or self.communicator.world_size > 1:
                 self._checksums = self.checksums()
             self._sums_hold = self._is_exposed = True
         self._versions = self.versions
@@ -170,27 +185,39 @@ class Segment:
         Only the one at `position` is looked at, if that is given.
         """
         versions = self._versions if since is None else since
-        sums = self._checksums if since is None else []
         chosen = range(len(self.members)) if position is None else range(position, position + 1)
+        differs = self.audited
+        if differs is None or since is not None:
+            differs = differing(self, self._checksums if since is None else [], chosen)
         return [
             self.members[each]
             for each in chosen
             if self.members[each].parameter._version != versions[each]
             or self._has_strayed(self.members[each])
-            or (sums and self.checksums([each]) != [sums[each]])
+            or each in differs
         ]
 
-    def checksums(self, positions: Sequence[int] | None = None) -> list[int]:
-        """Return a checksum of the values of each parameter, or of those at some positions."""
-        return checksums(self.flat, self.layout, positions)
+    def lost_writes(self) -> list[ManagedParameter]:
+        """Return the parameters written in the window that ends.
 
-    def differing(self, checksums: Sequence[int]) -> list[ManagedParameter]:
-        """Return the parameters whose values have another checksum now."""
+        What a device has yet to compare, `require_no_late_differences` tells.
+        """
+        if self._device.is_host or not isinstance(self._checksums, torch.Tensor):
+            return self.changed()
+        found = torch.ne(self._checksums, torch.as_tensor(self.checksums()))
+        earlier = self.late_differences
+        self.late_differences = found if earlier is None else earlier | found
         return [
             member
-            for member, old, new in zip(self.members, checksums, self.checksums(), strict=True)
-            if old != new
+            for member, version in zip(self.members, self._versions, strict=True)
+            if member.parameter._version != version or self._has_strayed(member)
         ]
+
+    def checksums(self, positions: Sequence[int] | None = None) -> Checksums:
+        """Return a checksum of the values of each parameter, or of those at some positions."""
+        if not self._device.is_host and self._device_checksums is None:
+            self._device_checksums = checksums_of(self.flat, self.layout)
+        return checksums(self.flat, self.layout, positions, self._device_checksums)
 
     def collect_strays(self) -> None:
         """Copy the values of parameters that were moved off the flat buffer back into it.
@@ -233,6 +260,7 @@ class Segment:
     def accept_changes(self, position: int | None = None) -> None:
         """Take the current values as unchanged, or those of one parameter."""
         self._sums_hold = False
+        self.audited = None
         if position is None:
             self._versions = self.versions
         elif self._versions:
@@ -242,7 +270,7 @@ class Segment:
         if position is None:
             self._checksums = self.checksums()
         else:
-            self._checksums[position] = self.checksums([position])[0]
+            self._checksums[position] = self.checksums([position])[0]  # type: ignore[assignment]
 
     def commit(self, store: Store, position: int | None = None) -> None:
         """Take over what a user changed in place, see [Note: changes in place].
@@ -284,7 +312,8 @@ class Segment:
     def _renew(self) -> None:
         """Give the segment a new flat buffer, empty, and make the parameters views of it."""
         with torch.inference_mode(mode=False):
-            self.flat = torch.empty(self.layout.padded_numel, dtype=torch_dtype(self.spec.element))
+            dtype = torch_dtype(self.spec.element)
+            self.flat = self._device.empty(self.layout.padded_numel, dtype)
             self._cut()
             _link(self.parameters, self._views)
             self._sealed = [sealed_like(view) for view in self._views]
@@ -306,9 +335,12 @@ def write_members(segment: Segment, store: Store, members: Collection[ManagedPar
 
     [Note: whoever writes a parameter writes its residual]
     """
-    own = segment._communicator.own_slice(segment.flat).detach()
+    own = segment.communicator.own_slice(segment.flat).detach()
     if len(members) == len(segment.members):
-        write_parameters(store, segment.index, own.float().clone().numpy())
+        if store.device.is_host:
+            write_parameters(store, segment.index, own.float().clone().numpy())
+        else:
+            write_parameters_on_device(store, segment.index, own.float().clone())
         return
     wanted = {member.order for member in members}
     for piece in segment.pieces:
@@ -383,11 +415,13 @@ class Unit:
             return
         self.move_to(UnitState.UNSHARDING)
         try:
-            for segment in self.segments:
-                segment.aliases.require_unwritten()
-                segment.fill(store, store.ledger)
+            with store.device.marking(f"unshard {self.name}"):
+                for segment in self.segments:
+                    segment.aliases.require_unwritten()
+                    segment.fill(store, store.ledger)
         except BaseException:
             store.reclaim()
+            self.drop_prefetched(store)
             for segment in self.segments:
                 segment.hide()
             self.move_to(UnitState.SHARDED)
@@ -395,6 +429,17 @@ class Unit:
         for segment in self.segments:
             segment.expose()
         self.move_to(UnitState.UNSHARDED)
+
+    def prefetch(self, store: Store) -> None:
+        """Start to copy the parameters of a unit that is sharded to the device."""
+        if self.state is UnitState.SHARDED:
+            for segment in self.segments:
+                segment.coming.start(store)
+
+    def drop_prefetched(self, store: Store) -> None:
+        """Free what was copied ahead and not used."""
+        for segment in self.segments:
+            segment.coming.drop(store)
 
     def reshard(self) -> None:
         """Free the full parameters.
@@ -408,7 +453,7 @@ class Unit:
             member.name
             for segment in self.segments
             if not segment.is_in_place
-            for member in segment.changed()
+            for member in segment.lost_writes()
         ]
         for segment in self.segments:
             segment.hide()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from estimators import ElementType, SegmentSpec
+from estimators import ElementType, SegmentSpec, StateFormat
 from zero.errors import ConfigError
 from zero.nursery import NurserySource
 from zero.parameter import ShardedParameter, reference_of
@@ -38,6 +38,8 @@ class ManagedParameter:
     """Index of its parameter group, or -1 if no optimizer updates it."""
     is_trainable_at_start: bool = True
     """Whether it required a gradient when the engine was made."""
+    state_format: StateFormat | None = None
+    """How its state is stored where that is not as for the rest of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ def form_units(
     gradient_element: ElementType | None = None,
     numels: Mapping[int, int] | None = None,
     replaced: object = None,
+    format_of: Callable[[str, nn.Parameter], StateFormat | None] = lambda *_: None,
     world_size: int = 1,
 ) -> list[UnitBlueprint]:
     """Return the units of a model, the root unit first; a shared parameter belongs to the root.
@@ -96,6 +99,8 @@ def form_units(
         gradient_element: type to accumulate gradients in, or None for each parameter's own.
         numels: elements of parameters that are about to be resized, by their id.
         replaced: the runtime that holds the parameters now and is about to be replaced, or None.
+        format_of: tells from a parameter's name and the parameter how its state is stored, None
+            being as in the rest of the model.
         world_size: ranks that share the model, see `find_blocks`.
 
     Raises:
@@ -118,6 +123,7 @@ def form_units(
                 element or _element_of(name, parameter),
                 group_of.get(id(parameter), -1) if parameter.requires_grad else -1,
                 parameter.requires_grad,
+                format_of(name, parameter),
             )
         )
     named = [(ROOT_NAME, model), *blocks]
@@ -170,10 +176,10 @@ def _is_managed(name: str, parameter: nn.Parameter, replaced: object) -> bool:
             f"parameter {name} was sharded by an engine that is gone, and its values with it; build"
             " the model anew"
         )
-    if parameter.device.type not in ("cpu", "meta"):
+    if parameter.device.type not in ("cpu", "meta", "cuda"):
         raise ConfigError(
-            f"parameter {name} is on {parameter.device}; this version trains on the CPU: move"
-            " the model there, or build it on meta"
+            f"parameter {name} is on {parameter.device}; move the model to the CPU or to a CUDA"
+            " device, or build it on meta"
         )
     if type(parameter) is nn.Parameter and parameter.is_floating_point():
         return True
@@ -193,9 +199,11 @@ def _segments(
 ) -> list[tuple[SegmentSpec, tuple[ManagedParameter, ...]]]:
     """Split a unit's parameters by type, trainability and parameter group, in stable order."""
     gradient_element, resized = choices
-    keyed: dict[tuple[ElementType, int], list[ManagedParameter]] = {}
+    keyed: dict[tuple[ElementType, int, StateFormat | None], list[ManagedParameter]] = {}
     for member in members:
-        keyed.setdefault((member.element, member.param_group), []).append(member)
+        has_other = member.element is ElementType.BF16 and member.param_group >= 0
+        kept = member.state_format if has_other else None
+        keyed.setdefault((member.element, member.param_group, kept), []).append(member)
     return [
         (
             SegmentSpec(
@@ -209,10 +217,11 @@ def _segments(
                 trainable=group >= 0,
                 param_group=max(group, 0),
                 gradient_element=gradient_element,
+                state_format=kept,
             ),
             tuple(chosen),
         )
-        for (element, group), chosen in keyed.items()
+        for (element, group, kept), chosen in keyed.items()
     ]
 
 

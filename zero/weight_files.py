@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -32,8 +32,6 @@ _DTYPES = {
 }
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
-Weights = str | os.PathLike[str] | Mapping[str, torch.Tensor]
-
 
 class WeightFileError(ValueError):
     """A file of weights that cannot be read; names the file and what is wrong."""
@@ -52,6 +50,15 @@ class WeightReader(abc.ABC):
 
     def close(self) -> None:  # noqa: B027  most readers hold nothing
         """Give files up."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+
+Weights = str | os.PathLike[str] | Mapping[str, torch.Tensor] | WeightReader
 
 
 class _Safetensors(WeightReader):
@@ -172,9 +179,15 @@ def open_weights(weights: Weights) -> WeightReader:
     Raises:
         WeightFileError: if there is nothing that can be read.
     """
+    if isinstance(weights, WeightReader):
+        return weights
     if isinstance(weights, Mapping):
         return _Dictionary(weights)
     path = Path(weights)
+    if (path / "manifest.json").is_file() or (path / "latest").is_file():
+        from zero.checkpoint.convert import open_checkpoint
+
+        return open_checkpoint(path)
     if path.is_dir():
         path = _in_folder(path)
     if path.name.endswith(".index.json"):

@@ -68,7 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def diagnose(directories: Sequence[Path], config: Path | None) -> Iterator[Row]:
     """Yield all rows: the machine, the layers above, the disks, the configuration."""
     yield from run(machine.checks())
-    directories = list(dict.fromkeys(directories))
+    known: dict[Path, Path] = {}
+    for each in directories:
+        known.setdefault(each.resolve(), each)
+    directories = list(known.values())
     above: list[tuple[str, Check]] = []
     for name in _ABOVE:
         try:

@@ -119,7 +119,8 @@ def memory_lock() -> Row:
     """Say how much memory may be locked."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if may_lock_anything():
-        return ok("memory lock", f"{_limit(soft)}, but this process may lock as much as it likes")
+        beyond = "" if soft == resource.RLIM_INFINITY else ", but this process may lock more"
+        return ok("memory lock", f"{_limit(soft)}{beyond}")
     if soft != resource.RLIM_INFINITY and soft < _LEAST_MEMLOCK_BYTES:
         return warn(
             "memory lock",

@@ -85,6 +85,10 @@ class HandleFile:
         """Return an object that keeps the descriptors open as long as it is held."""
         return self._lease
 
+    def sync(self) -> None:
+        """Return once everything that was written will be there after a crash."""
+        os.fdatasync(self._lease.number)
+
     def close(self) -> None:
         """Close the descriptors at once; only right while no transfer uses them.
 

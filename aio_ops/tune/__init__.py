@@ -6,6 +6,7 @@ checks.py       what can be tuned at all
 statistics.py   how rates that drift are compared [Note: neighbours]
 halving.py      all settings a little, the better half again, the last few until it is clear
 tuner.py        the order of things: directories alone, together, long writes, the whole grid
+together.py     several directories at once
 gpu.py          the same through a GPU's memory
 lock.py         whether another tuner disturbs [Note: two tuners]
 results.py, words.py, show.py, report.py   what was found, in words, live, as curves

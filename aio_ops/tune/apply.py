@@ -1,9 +1,11 @@
-"""The tuned choice as a part of a configuration, and merging it into a file."""
+"""What was found best as a part of a configuration, and merging it into a file."""
 
+import contextlib
+import itertools
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,13 @@ class ApplyError(Exception):
     """Why a configuration cannot take the choice: what happened, and what to do."""
 
 
-def fragment(setting: Setting, directory: Path) -> dict[str, Any]:
-    """Return the keys that a configuration gets: the field's, `aio.engine` and `tiers.nvme`."""
+def fragment(
+    setting: Setting, directories: Iterable[Path], *, bursts: bool = False
+) -> dict[str, Any]:
+    """Return the keys that a configuration gets: the field's, `aio.engine` and `tiers`.
+
+    `bursts`: bursts by turns were better, so the engine is to look for them on its swap file.
+    """
     return {
         "aio": {
             "engine": setting.engine,
@@ -26,7 +33,10 @@ def fragment(setting: Setting, directory: Path) -> dict[str, Any]:
             "queue_depth": setting.queue_depth,
             "intra_op_parallelism": setting.thread_count,
         },
-        "tiers": {"nvme": [{"path": str(directory.resolve())}]},
+        "tiers": {
+            "nvme": [{"path": str(directory.resolve())} for directory in directories],
+            **({"io_schedule": "measure"} if bursts else {}),
+        },
     }
 
 
@@ -45,42 +55,99 @@ def merge(document: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any
     for alias, name in _ALIASES.items():
         if name in part.get("aio", {}):
             merged["aio"].pop(alias, None)
-    if "tiers" in part:
+    if "nvme" in part.get("tiers", {}):
         merged["tiers"]["nvme"] = _nvme_entries(document, part["tiers"]["nvme"])
-        _follow(merged, merged["tiers"]["nvme"][0]["path"])
+        _follow(merged, [entry["path"] for entry in merged["tiers"]["nvme"]])
     return merged
 
 
 def _nvme_entries(document: Mapping[str, Any], entries: list[dict[str, Any]]) -> list[Any]:
     known = (document.get("tiers") or {}).get("nvme") or []
+    if not isinstance(known, list):
+        raise ApplyError(f"tiers.nvme is {json.dumps(known)}, not a list; correct it first")
     said = {entry["path"]: entry for entry in known if isinstance(entry, dict) and "path" in entry}
     return [{**said.get(entry["path"], {}), **entry} for entry in entries]
 
 
-def _follow(merged: dict[str, Any], path: str) -> None:
-    """Let the field's own key name the same directory where it names one: it has no effect else."""
+def _follow(merged: dict[str, Any], paths: list[str]) -> None:
+    """Let the field's own key name a directory of these where it names one: it has no effect."""
     zero = merged.get("zero_optimization")
-    if not isinstance(zero, dict):
+    if zero is None or isinstance(zero, bool):  # the field's oldest form: true is stage 1
         return
+    if not isinstance(zero, dict):
+        said = json.dumps(zero)
+        raise ApplyError(f"zero_optimization is {said}, not an object; correct it first")
     merged["zero_optimization"] = zero = dict(zero)
     for name in ("offload_param", "offload_optimizer"):
         section = zero.get(name)
-        if isinstance(section, dict) and section.get("nvme_path") is not None:
-            zero[name] = {**section, "nvme_path": path}
+        if isinstance(section, dict) and section.get("nvme_path") not in (None, *paths):
+            zero[name] = {**section, "nvme_path": paths[0]}
 
 
-def apply(path: Path, part: Mapping[str, Any]) -> None:
-    """Merge a fragment into a configuration file, at once or not at all."""
+def apply(path: Path, part: Mapping[str, Any]) -> Path | None:
+    """Merge a fragment into a configuration file, at once or not at all.
+
+    Returns the copy of the file as it was, beside it under a new name; None: nothing changes.
+    """
     target = path.resolve()  # a link stays one
     document = read(target)
-    text = json.dumps(merge(document, part), indent=2, ensure_ascii=False) + "\n"
+    merged = merge(document, part)
+    if merged == document:
+        return None
+    kept = _keep(target)
+    try:
+        _replace(target, json.dumps(merged, indent=2, ensure_ascii=False) + "\n")
+    except BaseException:
+        kept.unlink()
+        raise
+    return kept
+
+
+def check_applicable(path: Path, part: Mapping[str, Any]) -> None:
+    """Raise ApplyError now where `apply` would later."""
+    target = path.resolve()
+    merge(read(target), part)
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise ApplyError(
+            f"{target.parent} cannot be written, so {target.name} cannot be replaced; give this "
+            "user the right, or leave --apply out and merge the fragment by hand"
+        )
+
+
+def _keep(target: Path) -> Path:
+    """Copy a file to the first name that is free: its own and .bak, .bak2, ..."""
+    content, mode = target.read_bytes(), target.stat().st_mode & 0o7777
+    for number in itertools.count(1):
+        kept = target.with_name(f"{target.name}.bak{number if number > 1 else ''}")
+        with contextlib.suppress(FileExistsError):
+            descriptor = _open_new(kept, mode)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                os.fchmod(file.fileno(), mode)
+                os.fsync(file.fileno())
+            return kept
+    raise RuntimeError("there is no end to the numbers")
+
+
+def _open_new(path: Path, mode: int) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise _unwritable(path.parent, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> ApplyError:
+    return ApplyError(f"{folder} cannot be written ({error.strerror}); merge the fragment by hand")
+
+
+def _replace(target: Path, text: str) -> None:
     mode = target.stat().st_mode & 0o7777
     try:
         descriptor, name = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
     except OSError as error:
-        raise ApplyError(
-            f"{target.parent} cannot be written ({error.strerror}); merge the fragment by hand"
-        ) from error
+        raise _unwritable(target.parent, error) from error
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from aio_ops.tune import gpu, report
-from aio_ops.tune.apply import ApplyError, apply, fragment, read
+from aio_ops.tune.apply import ApplyError, apply, check_applicable, fragment
 from aio_ops.tune.checks import TuneError, check, half_bytes_of
 from aio_ops.tune.results import Result
-from aio_ops.tune.settings import Workload
+from aio_ops.tune.settings import Setting, Workload
 from aio_ops.tune.show import Display, fragment_lines
 from aio_ops.tune.tuner import Request, tune
-from aio_ops.tune.words import to_json, verdict
+from aio_ops.tune.words import part_of, to_json, verdict
 
 _EPILOG = """\
 example:
@@ -173,7 +173,8 @@ def _check_before(request: Request, options: argparse.Namespace) -> None:
         if str(path) != "-" and not path.parent.is_dir():
             raise TuneError(f"{path} cannot be written: {path.parent} is no directory; make it")
     if options.apply is not None:
-        read(options.apply)
+        any_part = fragment(Setting("threads", 1 << 20, 4), request.directories, bursts=True)
+        check_applicable(options.apply, any_part)
         for directory in request.directories:
             disk = check(directory)
             if disk.remote or disk.in_memory:
@@ -217,15 +218,17 @@ def _write(result: Result, options: argparse.Namespace, display: Display) -> Non
         (options.log_dir / "tune.json").write_text(document, encoding="utf-8")
         report.write(result, options.log_dir / "tune.html")
         display.say(f"logs: {options.log_dir}")
-    winner = result.winner
-    if winner.chosen is None:
+    part = part_of(result)
+    if part is None:
         return
-    part = fragment(winner.chosen, winner.disk.path)
     if options.apply is None:
         display.say("for the configuration (or --apply FILE):", *fragment_lines(part))
         return
-    apply(options.apply, part)
+    kept = apply(options.apply, part)
+    if kept is None:
+        display.say(f"{options.apply} has the choice already; it stays as it is")
+        return
     display.say(
-        f"{options.apply} has the choice now; check it with "
-        f"`python -m zero.config check {options.apply}`"
+        f"{options.apply} has the choice now, {kept.name} beside it is the file as it was; check "
+        f"it with `python -m zero.config check {options.apply}`"
     )

@@ -233,6 +233,10 @@ def _bars(axes: Any, result: DirectoryResult) -> None:
             names.append(workload.value)
             chosen.append(own)
             best.append(Rate.of(outcome.samples.rates(outcome.best)))
+    for workload, slots in result.gpu.items():
+        names.append(f"{workload.value}, GPU")
+        chosen.append(Rate.of(slots.samples.rates(slots.best)))
+        best.append(chosen[-1])
     for shift, rates, color, label in ((-0.2, chosen, "0.35", "choice"), (0.2, best, "0.8", "best of each")):  # fmt: skip  # noqa: E501
         places = [index + shift for index in range(len(rates))]
         axes.bar(places, [rate.median / 1e9 for rate in rates], 0.36, color=color, label=label,

@@ -61,6 +61,8 @@ class Together:
     """Several directories measured by turns alone and at once."""
 
     alone: dict[Path, Rate]
+    setting: Setting
+    """The one that a configuration gets: the best for all at once of what each chose."""
     together: Rate
     share: float
     """What all at once moved, of the sum of what each moved alone."""
@@ -222,6 +224,24 @@ class Result:
     def winner(self) -> DirectoryResult:
         """The directory that moves the mix fastest, or what was measured instead of it."""
         return max(self.directories, key=_first_rate)
+
+    @property
+    def setting(self) -> Setting | None:
+        """What a configuration of all directories is to use."""
+        return self.winner.chosen if self.together is None else self.together.setting
+
+    @property
+    def bursts(self) -> bool:
+        """Whether bursts of reads and writes by turns are better wherever they were tried."""
+        return all(each.best is not None and each.best.alternates for each in self.directories)
+
+    def drives(self) -> list[Path]:
+        """Return a directory of each file system, the fastest of it; the fastest first."""
+        ordered = sorted(self.directories, key=_first_rate, reverse=True)
+        first: dict[int, Path] = {}
+        for each in ordered:
+            first.setdefault(each.disk.identity, each.disk.path)
+        return list(first.values())
 
 
 def _first_rate(result: DirectoryResult) -> float:

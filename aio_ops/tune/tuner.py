@@ -2,11 +2,8 @@
 
 import functools
 import math
-import statistics
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,10 +21,10 @@ from aio_ops.tune.results import (
     Rate,
     Result,
     Sustained,
-    Together,
 )
 from aio_ops.tune.settings import Setting, Workload, grid
 from aio_ops.tune.statistics import interval, medians
+from aio_ops.tune.together import Drive, measure_together
 
 _SHARES = {Workload.MIX: 0.55, Workload.READ: 0.2, Workload.WRITE: 0.2}
 WORTH = 1.02
@@ -81,7 +78,8 @@ def tune(request: Request, watch: Watch) -> Result:
         together = None
         allowance.stop_at(1.0)
         if several:
-            together = _measure_together(tuners, begin + request.seconds)
+            drives = [tuner.as_drive() for tuner in tuners]
+            together = measure_together(drives, begin + request.seconds)
         for tuner in tuners:
             tuner.go_on()
         return Result(
@@ -157,12 +155,13 @@ class _DirectoryTuner:
             self.result.sustained = Sustained(tuple(pieces), self._request.sustain_s)
         self._note_presence()
 
-    def measure_choice(self, seconds: float) -> Sample:
-        """Measure the choice once more."""
-        chosen = self.result.chosen
-        if chosen is None:
-            raise WritesSpentError
-        return self._bench.measure(chosen, self._request.workloads[0], seconds)
+    def as_drive(self) -> Drive:
+        """Return what is measured together with others."""
+        workload = self._request.workloads[0]
+        return Drive(
+            self.result,
+            lambda setting, seconds: self._bench.measure(setting, workload, seconds),
+        )
 
     def close(self) -> None:
         """Give everything back."""
@@ -419,40 +418,3 @@ def _measure_slots(
 
 def _look_away(standing: Standing[gpu.Slots]) -> None:
     """Show nothing: this search is short."""
-
-
-def _measure_together(tuners: list[_DirectoryTuner], deadline: float) -> Together | None:
-    """Measure the choices by turns alone and at once, until the deadline, three times at least."""
-    alone: dict[Path, list[float]] = {tuner.result.disk.path: [] for tuner in tuners}
-    together: list[float] = []
-    with ThreadPoolExecutor(len(tuners)) as threads:
-        while time.perf_counter() < deadline or len(together) < 3:
-            try:
-                for tuner in tuners:
-                    rate = tuner.measure_choice(halving.MOST_PIECE_S).rate
-                    alone[tuner.result.disk.path].append(rate)
-                together.append(_at_once(tuners, threads))
-            except WritesSpentError:
-                break
-    if not together:
-        return None
-    count = len(together)
-    sums = [sum(rates[turn] for rates in alone.values()) for turn in range(count)]
-    most = [max(rates[turn] for rates in alone.values()) for turn in range(count)]
-    return Together(
-        {path: Rate.of(rates) for path, rates in alone.items()},
-        Rate.of(together),
-        statistics.median(rate / total for rate, total in zip(together, sums, strict=True)),
-        statistics.median(rate / one for rate, one in zip(together, most, strict=True)),
-    )
-
-
-def _at_once(tuners: list[_DirectoryTuner], threads: ThreadPoolExecutor) -> float:
-    """Return what all move at once: the sum of their rates while all are at it."""
-    barrier = threading.Barrier(len(tuners))
-
-    def measure(tuner: _DirectoryTuner) -> float:
-        barrier.wait()
-        return tuner.measure_choice(2 * halving.MOST_PIECE_S).rate
-
-    return sum(threads.map(measure, tuners))

@@ -17,6 +17,16 @@ def verdict(result: Result) -> list[str]:
         lines.append(result.together.verdict())
     if len(result.directories) > 1:
         lines.append(f"the fastest of them is {result.winner.disk.path}")
+        if len(result.drives()) < len(result.directories):
+            lines.append(
+                "the configuration names one directory of each file system: "
+                + ", ".join(map(str, result.drives()))
+            )
+        if result.together is not None:
+            lines.append(
+                f"all at once move {result.together.together.text()}; use "
+                f"{result.together.setting.describe()} for all"
+            )
     lines.append(
         f"{result.written_bytes / 1e9:.1f} GB were written in {result.seconds:.0f} s; "
         "the scratch files are gone"
@@ -38,7 +48,12 @@ def _directory_lines(result: DirectoryResult) -> Iterator[str]:
         yield f"{path}: the same setting varied by {noise:.0%}, which is {said}"
     for workload, outcome in result.gpu.items():
         rate = Rate.of(outcome.samples.rates(outcome.best))
-        yield f"{path}: {workload.value} by way of the GPU {rate.text()}, {outcome.best.describe()}"
+        host = result.rate(workload)
+        beside = "" if host is None else f", {rate.median / host.median:.0%} of the host's"
+        yield (
+            f"{path}: {workload.value} by way of the GPU {rate.text()}{beside}, with "
+            f"{outcome.best.describe()}"
+        )
     if result.exhausted is not None:
         yield f"{path}: {result.exhausted.verdict()}"
     if result.sustained is not None:
@@ -67,21 +82,35 @@ def _best_lines(result: DirectoryResult, chosen: Setting) -> Iterator[str]:
         if workload is next(iter(result.outcomes)):
             if best is not None and best != chosen and own is not None:
                 gain = top.median / own.median
-                yield f"{best.describe()} gives {gain:.2f} times as much, but has no key yet"
+                yield f"{best.describe()} gives {gain:.2f} times as much: {_keys_of(best)}"
         elif own is not None and top.low > own.high and min(top.count, own.count) > 2:
             yield f"{workload.value} alone would be {top.text()} with {outcome.best.describe()}"
 
 
+def _keys_of(best: Setting) -> str:
+    """Say what switches on what a setting has beside its plain keys."""
+    keys = [
+        *(['"pin_memory": true of offload_optimizer registers buffers'] * best.registered),
+        *(['"io_schedule": "measure" of tiers finds bursts'] * best.alternates),
+    ]
+    return "; ".join(keys)
+
+
+def part_of(result: Result) -> dict[str, Any] | None:
+    """Return the fragment of a configuration that the result asks for, or None."""
+    if result.setting is None:
+        return None
+    return fragment(result.setting, result.drives(), bursts=result.bursts)
+
+
 def to_json(result: Result) -> dict[str, Any]:
     """Return everything as plain data; rates are bytes a second, times are seconds."""
-    winner = result.winner
-    part = None if winner.chosen is None else fragment(winner.chosen, winner.disk.path)
     return {
         "version": JSON_VERSION,
         "seconds": result.seconds,
         "written_bytes": result.written_bytes,
         "verdict": verdict(result),
-        "fragment": part,
+        "fragment": part_of(result),
         "together": None if result.together is None else _together(result.together),
         "directories": [_directory(each) for each in result.directories],
     }
@@ -91,6 +120,7 @@ def _together(together: Together) -> dict[str, Any]:
     return {
         "alone": {str(path): rate_json(rate) for path, rate in together.alone.items()},
         "together": rate_json(together.together),
+        "setting": setting_json(together.setting),
         "share_of_sum": together.share,
         "of_the_fastest": together.speedup,
     }

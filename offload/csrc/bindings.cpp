@@ -1,13 +1,16 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 
-#include "adamw.h"
 #include "halves.h"
 #include "norm.h"
+#include "split.h"
+#include "update.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -40,9 +43,16 @@ std::span<Value> span_of(const Array<Value>& array, size_t numel, const char* na
   return {array.data(), numel};
 }
 
-AdamWScalars scalars_of(const nb::object& scalars) {
+// An absent array is an empty span.
+template <typename Value>
+std::span<Value> span_of(const std::optional<Array<Value>>& array, size_t numel, const char* name) {
+  return array ? span_of(*array, numel, name) : std::span<Value>{};
+}
+
+Scalars scalars_of(const nb::object& scalars) {
   const auto value = [&](const char* name) { return nb::cast<float>(scalars.attr(name)); };
-  return {.beta1 = value("beta1"),
+  return {.rule = static_cast<Rule>(nb::cast<uint32_t>(scalars.attr("rule_number"))),
+          .beta1 = value("beta1"),
           .one_minus_beta1 = value("one_minus_beta1"),
           .beta2 = value("beta2"),
           .one_minus_beta2 = value("one_minus_beta2"),
@@ -50,61 +60,137 @@ AdamWScalars scalars_of(const nb::object& scalars) {
           .step_size = value("step_size"),
           .bias_correction2_sqrt = value("bias_correction2_sqrt"),
           .eps = value("eps"),
-          .grad_scale = value("grad_scale")};
+          .grad_scale = value("grad_scale"),
+          .l2 = value("l2"),
+          .initial = value("initial"),
+          .nesterov = nb::cast<bool>(scalars.attr("nesterov"))};
 }
 
-void bind_adamw_fp32(const Array<float>& param,
+RoundingKey key_of(const nb::object& key) {
+  const auto word = [&](const char* name) { return nb::cast<uint32_t>(key.attr(name)); };
+  return {word("low"), word("high"), word("first")};
+}
+
+template <typename Value>
+using Moment = std::optional<Array<Value>>;
+
+template <typename Value>
+Moments<Value> moments_of(const Moment<Value>& exp_avg,
+                          const Moment<Value>& exp_avg_sq,
+                          size_t numel) {
+  return {span_of(exp_avg, numel, "exp_avg"), span_of(exp_avg_sq, numel, "exp_avg_sq")};
+}
+
+// Refuses to update without a moment that the rule reads.
+template <typename Value>
+void check_moments(const Scalars& scalars, const Moments<Value>& moments, size_t numel) {
+  const bool reads_exp_avg = scalars.rule != Rule::kAdagrad;
+  const bool reads_exp_avg_sq = scalars.rule != Rule::kLion && scalars.rule != Rule::kSgd;
+  if ((reads_exp_avg && moments.exp_avg.size() != numel) ||
+      (reads_exp_avg_sq && moments.exp_avg_sq.size() != numel)) {
+    throw nb::value_error("a moment that this rule keeps is missing");
+  }
+}
+
+void bind_update_own(const Array<float>& param,
                      const Array<const float>& grad,
-                     const Array<float>& exp_avg,
-                     const Array<float>& exp_avg_sq,
+                     const Moment<float>& exp_avg,
+                     const Moment<float>& exp_avg_sq,
                      const nb::object& scalars,
                      uint64_t thread_count) {
   const size_t numel = param.size();
   const auto params = span_of(param, numel, "param");
   const auto grads = span_of(grad, numel, "grad");
-  const Moments moments{span_of(exp_avg, numel, "exp_avg"),
-                        span_of(exp_avg_sq, numel, "exp_avg_sq")};
-  const AdamWScalars rounded = scalars_of(scalars);
+  const auto moments = moments_of(exp_avg, exp_avg_sq, numel);
+  const Scalars rounded = scalars_of(scalars);
+  check_moments(rounded, moments, numel);
   const nb::gil_scoped_release released;
-  adamw_fp32(params, grads, moments, rounded, thread_count);
+  update_own(params, grads, moments, rounded, thread_count);
 }
 
 template <typename Grad>
-void bind_adamw_exact(const Array<uint16_t>& param,
+void bind_update_exact(const Array<uint16_t>& param,
+                       const Array<int16_t>& residual,
+                       const Array<const Grad>& grad,
+                       const Moment<float>& exp_avg,
+                       const Moment<float>& exp_avg_sq,
+                       const nb::object& scalars,
+                       uint64_t thread_count) {
+  const size_t numel = param.size();
+  const auto params = span_of(param, numel, "param");
+  const auto residuals = span_of(residual, numel, "residual");
+  const auto grads = span_of(grad, numel, "grad");
+  const auto moments = moments_of(exp_avg, exp_avg_sq, numel);
+  const Scalars rounded = scalars_of(scalars);
+  check_moments(rounded, moments, numel);
+  const nb::gil_scoped_release released;
+  update_exact<Grad>(params, residuals, grads, moments, rounded, thread_count);
+}
+
+template <typename Half, typename Grad>
+void bind_update_master(const Array<Half>& param,
+                        const Array<float>& master,
+                        const Array<const Grad>& grad,
+                        const Moment<float>& exp_avg,
+                        const Moment<float>& exp_avg_sq,
+                        const nb::object& scalars,
+                        uint64_t thread_count) {
+  const size_t numel = param.size();
+  const auto params = span_of(param, numel, "param");
+  const auto masters = span_of(master, numel, "master");
+  const auto grads = span_of(grad, numel, "grad");
+  const auto moments = moments_of(exp_avg, exp_avg_sq, numel);
+  const Scalars rounded = scalars_of(scalars);
+  check_moments(rounded, moments, numel);
+  const nb::gil_scoped_release released;
+  update_master<Half, Grad>(params, masters, grads, moments, rounded, thread_count);
+}
+
+template <typename Grad>
+void bind_update_bf16(const Array<uint16_t>& param,
                       const Array<int16_t>& residual,
                       const Array<const Grad>& grad,
-                      const Array<float>& exp_avg,
-                      const Array<float>& exp_avg_sq,
+                      const Moment<uint16_t>& exp_avg,
+                      const Moment<uint16_t>& exp_avg_sq,
                       const nb::object& scalars,
+                      const nb::object& key,
                       uint64_t thread_count) {
   const size_t numel = param.size();
   const auto params = span_of(param, numel, "param");
   const auto residuals = span_of(residual, numel, "residual");
   const auto grads = span_of(grad, numel, "grad");
-  const Moments moments{span_of(exp_avg, numel, "exp_avg"),
-                        span_of(exp_avg_sq, numel, "exp_avg_sq")};
-  const AdamWScalars rounded = scalars_of(scalars);
+  const auto moments = moments_of(exp_avg, exp_avg_sq, numel);
+  const Scalars rounded = scalars_of(scalars);
+  const RoundingKey words = key_of(key);
+  check_moments(rounded, moments, numel);
   const nb::gil_scoped_release released;
-  adamw_exact<Grad>(params, residuals, grads, moments, rounded, thread_count);
+  update_bf16<Grad>(params, residuals, grads, moments, rounded, words, thread_count);
 }
 
-template <typename Half, typename Grad>
-void bind_adamw_master(const Array<Half>& param,
-                       const Array<float>& master,
-                       const Array<const Grad>& grad,
-                       const Array<float>& exp_avg,
-                       const Array<float>& exp_avg_sq,
-                       const nb::object& scalars,
-                       uint64_t thread_count) {
+template <typename Grad>
+void bind_update_compact(const Array<uint16_t>& param,
+                         const Array<int8_t>& residual,
+                         const Array<const Grad>& grad,
+                         const Moment<uint8_t>& exp_avg,
+                         const Moment<uint8_t>& exp_avg_sq,
+                         const Moment<uint16_t>& exp_avg_base,
+                         const Moment<uint16_t>& exp_avg_sq_base,
+                         const nb::object& scalars,
+                         const nb::object& key,
+                         uint64_t thread_count) {
   const size_t numel = param.size();
+  const size_t block_count = (numel + kCodeBlock - 1) / kCodeBlock;
   const auto params = span_of(param, numel, "param");
-  const auto masters = span_of(master, numel, "master");
+  const auto residuals = span_of(residual, numel, "residual");
   const auto grads = span_of(grad, numel, "grad");
-  const Moments moments{span_of(exp_avg, numel, "exp_avg"),
-                        span_of(exp_avg_sq, numel, "exp_avg_sq")};
-  const AdamWScalars rounded = scalars_of(scalars);
+  const CodedMoments moments{moments_of(exp_avg, exp_avg_sq, numel),
+                             moments_of(exp_avg_base, exp_avg_sq_base, block_count)};
+  const Scalars rounded = scalars_of(scalars);
+  const RoundingKey words = key_of(key);
+  check_moments(rounded, moments.codes, numel);
+  check_moments(rounded, moments.bases, block_count);
   const nb::gil_scoped_release released;
-  adamw_master<Half, Grad>(params, masters, grads, moments, rounded, thread_count);
+  update_compact<Grad>(params, residuals, grads, moments, rounded, words, thread_count);
 }
 
 void bind_split_master(const Array<const float>& master,
@@ -153,27 +239,49 @@ double bind_sum_squares(const Array<const Value>& values,
 // Each of the following adds one overload; nanobind takes the one whose types the arrays have.
 
 template <typename Grad>
-void define_adamw_exact(nb::module_& module) {
-  module.def("adamw_exact",
-             &bind_adamw_exact<Grad>,
+void define_updates(nb::module_& module) {
+  module.def("update_exact",
+             &bind_update_exact<Grad>,
              "param"_a.noconvert(),
              "residual"_a.noconvert(),
              "grad"_a.noconvert(),
-             "exp_avg"_a.noconvert(),
-             "exp_avg_sq"_a.noconvert(),
+             "exp_avg"_a.noconvert().none(),
+             "exp_avg_sq"_a.noconvert().none(),
              "scalars"_a,
+             "thread_count"_a);
+  module.def("update_bf16",
+             &bind_update_bf16<Grad>,
+             "param"_a.noconvert(),
+             "residual"_a.noconvert(),
+             "grad"_a.noconvert(),
+             "exp_avg"_a.noconvert().none(),
+             "exp_avg_sq"_a.noconvert().none(),
+             "scalars"_a,
+             "key"_a,
+             "thread_count"_a);
+  module.def("update_compact",
+             &bind_update_compact<Grad>,
+             "param"_a.noconvert(),
+             "residual"_a.noconvert(),
+             "grad"_a.noconvert(),
+             "exp_avg"_a.noconvert().none(),
+             "exp_avg_sq"_a.noconvert().none(),
+             "exp_avg_base"_a.noconvert().none(),
+             "exp_avg_sq_base"_a.noconvert().none(),
+             "scalars"_a,
+             "key"_a,
              "thread_count"_a);
 }
 
 template <typename Half, typename Grad>
-void define_adamw_master(nb::module_& module) {
-  module.def("adamw_master",
-             &bind_adamw_master<Half, Grad>,
+void define_update_master(nb::module_& module) {
+  module.def("update_master",
+             &bind_update_master<Half, Grad>,
              "param"_a.noconvert(),
              "master"_a.noconvert(),
              "grad"_a.noconvert(),
-             "exp_avg"_a.noconvert(),
-             "exp_avg_sq"_a.noconvert(),
+             "exp_avg"_a.noconvert().none(),
+             "exp_avg_sq"_a.noconvert().none(),
              "scalars"_a,
              "thread_count"_a);
 }
@@ -193,12 +301,12 @@ void define_sum_squares(nb::module_& module) {
 NB_MODULE(_kernels, module) {
   using namespace tierzero::kernels;
   module.doc() = "Optimizer kernels on host memory; called through offload.kernels, which checks.";
-  module.def("adamw_fp32",
-             &bind_adamw_fp32,
+  module.def("update_own",
+             &bind_update_own,
              "param"_a.noconvert(),
              "grad"_a.noconvert(),
-             "exp_avg"_a.noconvert(),
-             "exp_avg_sq"_a.noconvert(),
+             "exp_avg"_a.noconvert().none(),
+             "exp_avg_sq"_a.noconvert().none(),
              "scalars"_a,
              "thread_count"_a);
   module.def("split_master",
@@ -218,12 +326,12 @@ NB_MODULE(_kernels, module) {
              "master"_a.noconvert(),
              "out"_a.noconvert(),
              "thread_count"_a);
-  define_adamw_exact<uint16_t>(module);
-  define_adamw_exact<float>(module);
-  define_adamw_master<uint16_t, uint16_t>(module);
-  define_adamw_master<uint16_t, float>(module);
-  define_adamw_master<Fp16, Fp16>(module);
-  define_adamw_master<Fp16, float>(module);
+  define_updates<uint16_t>(module);
+  define_updates<float>(module);
+  define_update_master<uint16_t, uint16_t>(module);
+  define_update_master<uint16_t, float>(module);
+  define_update_master<Fp16, Fp16>(module);
+  define_update_master<Fp16, float>(module);
   define_sum_squares<float>(module);
   define_sum_squares<uint16_t>(module);
   define_sum_squares<Fp16>(module);

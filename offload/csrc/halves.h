@@ -33,6 +33,19 @@ inline float widen(uint16_t bf16) {
   return std::bit_cast<float>(uint32_t{bf16} << 16);
 }
 
+inline float with_one_nan(float value) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  return std::bit_cast<float>(is_nan(bits) ? kQuietNanBits : bits);
+}
+
+inline int16_t residual_half(uint32_t bits) {
+  return static_cast<int16_t>(bits & 0xFFFF);
+}
+
+inline uint32_t joined(uint16_t param, int16_t residual) {
+  return (uint32_t{param} << 16) + static_cast<uint32_t>(int32_t{residual});
+}
+
 // The parts of an fp32, as integers, that conversions of fp16 add and compare.
 constexpr int32_t kExponentMask = 0x7F80'0000;
 constexpr int32_t kExponentBias = (127 - 15) << 23;

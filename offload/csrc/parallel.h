@@ -33,4 +33,16 @@ void for_each_chunk(uint64_t chunk_count, uint64_t thread_count, const Work& wor
   run();
 }
 
+constexpr uint64_t kChunkNumel = 1 << 16;
+
+// Calls work(start, numel) for chunks that tile `numel` elements.
+template <typename Work>
+void for_each_range(uint64_t numel, uint64_t thread_count, const Work& work) {
+  const uint64_t chunk_count = numel / kChunkNumel + (numel % kChunkNumel != 0);
+  for_each_chunk(chunk_count, thread_count, [&](uint64_t chunk) {
+    const uint64_t start = chunk * kChunkNumel;
+    work(start, std::min(kChunkNumel, numel - start));
+  });
+}
+
 }  // namespace tierzero::kernels

@@ -15,10 +15,11 @@
 #include <thread>
 #include <vector>
 
-#include "offload/csrc/adamw.h"
 #include "offload/csrc/halves.h"
 #include "offload/csrc/norm.h"
 #include "offload/csrc/parallel.h"
+#include "offload/csrc/split.h"
+#include "offload/csrc/update.h"
 
 #define CHECK(condition)                                                          \
   do {                                                                            \
@@ -32,15 +33,15 @@ namespace {
 
 using namespace tierzero::kernels;
 
-constexpr AdamWScalars kScalars{.beta1 = 0.9F,
-                                .one_minus_beta1 = 0.1F,
-                                .beta2 = 0.999F,
-                                .one_minus_beta2 = 0.001F,
-                                .decay_factor = 0.9997F,
-                                .step_size = 0.003F,
-                                .bias_correction2_sqrt = 0.0316F,
-                                .eps = 1e-8F,
-                                .grad_scale = 0.7F};
+constexpr Scalars kScalars{.beta1 = 0.9F,
+                           .one_minus_beta1 = 0.1F,
+                           .beta2 = 0.999F,
+                           .one_minus_beta2 = 0.001F,
+                           .decay_factor = 0.9997F,
+                           .step_size = 0.003F,
+                           .bias_correction2_sqrt = 0.0316F,
+                           .eps = 1e-8F,
+                           .grad_scale = 0.7F};
 
 // A small generator of patterns (xorshift), the same on every machine.
 class Patterns {
@@ -134,7 +135,7 @@ struct State {
     split_master(master, param, residual, 1);
   }
 
-  Moments moments() { return {exp_avg, exp_avg_sq}; }
+  Moments<float> moments() { return {exp_avg, exp_avg_sq}; }
 
   std::vector<float> master;
   std::vector<float> exp_avg;
@@ -189,7 +190,7 @@ void test_update_is_the_written_formula() {
   volatile float ratio = m / denominator;
   volatile float change = kScalars.step_size * ratio;
   const float expected = decayed - change;
-  adamw_fp32({&param, 1}, {&grad, 1}, {{&exp_avg, 1}, {&exp_avg_sq, 1}}, kScalars, 1);
+  update_own({&param, 1}, {&grad, 1}, {{&exp_avg, 1}, {&exp_avg_sq, 1}}, kScalars, 1);
   CHECK(exp_avg == m);
   CHECK(exp_avg_sq == v);
   CHECK(param == expected);
@@ -205,11 +206,11 @@ template <typename Grad>
 void check_bf16_formats(const State& expected, std::vector<Grad> State::* grad, uint64_t threads) {
   const size_t numel = expected.master.size();
   State master(numel);
-  adamw_master<uint16_t, Grad>(
+  update_master<uint16_t, Grad>(
       master.param, master.master, master.*grad, master.moments(), kScalars, threads);
   check_same_masters(master, expected);
   State exact(numel);
-  adamw_exact<Grad>(exact.param, exact.residual, exact.*grad, exact.moments(), kScalars, threads);
+  update_exact<Grad>(exact.param, exact.residual, exact.*grad, exact.moments(), kScalars, threads);
   CHECK(exact.param == master.param);
   join_master(exact.param, exact.residual, exact.master, threads);
   check_same_masters(exact, expected);
@@ -218,7 +219,7 @@ void check_bf16_formats(const State& expected, std::vector<Grad> State::* grad, 
 template <typename Grad>
 void check_fp16_format(const State& expected, std::vector<Grad> State::* grad, uint64_t threads) {
   State state(expected.master.size());
-  adamw_master<Fp16, Grad>(
+  update_master<Fp16, Grad>(
       state.fp16_param, state.master, state.*grad, state.moments(), kScalars, threads);
   check_same_masters(state, expected);
   for (size_t i = 0; i < state.master.size(); ++i) {
@@ -229,14 +230,79 @@ void check_fp16_format(const State& expected, std::vector<Grad> State::* grad, u
 void test_formats_and_thread_counts_agree() {
   for (const size_t numel : {size_t{0}, size_t{1}, size_t{4097}, size_t{200'001}}) {
     State bf16(numel);
-    adamw_fp32(bf16.master, bf16.wide_grad, bf16.moments(), kScalars, 1);
+    update_own(bf16.master, bf16.wide_grad, bf16.moments(), kScalars, 1);
     State fp16(numel);
-    adamw_fp32(fp16.master, fp16.wide_fp16_grad, fp16.moments(), kScalars, 1);
+    update_own(fp16.master, fp16.wide_fp16_grad, fp16.moments(), kScalars, 1);
     for (const uint64_t thread_count : {1U, 2U, 3U}) {
       check_bf16_formats(bf16, &State::grad, thread_count);
       check_bf16_formats(bf16, &State::wide_grad, thread_count);
       check_fp16_format(fp16, &State::fp16_grad, thread_count);
       check_fp16_format(fp16, &State::wide_fp16_grad, thread_count);
+    }
+  }
+}
+
+constexpr RoundingKey kKey{0x1234'5678U, 0x9ABC'DEF0U, 0};
+
+struct Lossy {
+  explicit Lossy(size_t numel)
+      : param(numel, 0x3F80),
+        residual(numel),
+        short_residual(numel),
+        grad(numbers(numel, 7)),
+        halves(2, std::vector<uint16_t>(numel)),
+        codes(2, std::vector<uint8_t>(numel)),
+        bases(2, std::vector<uint16_t>((numel + kCodeBlock - 1) / kCodeBlock)) {}
+
+  void step_bf16(const Scalars& scalars, uint64_t threads) {
+    update_bf16<float>(param, residual, grad, {halves[0], halves[1]}, scalars, kKey, threads);
+  }
+
+  void step_compact(const Scalars& scalars, uint64_t threads) {
+    const CodedMoments moments{{codes[0], codes[1]}, {bases[0], bases[1]}};
+    update_compact<float>(param, short_residual, grad, moments, scalars, kKey, threads);
+  }
+
+  std::vector<uint16_t> param;
+  std::vector<int16_t> residual;
+  std::vector<int8_t> short_residual;
+  std::vector<float> grad;
+  std::vector<std::vector<uint16_t>> halves;
+  std::vector<std::vector<uint8_t>> codes;
+  std::vector<std::vector<uint16_t>> bases;
+};
+
+// A moment that a rule lacks is empty: nothing must touch it, which the sanitizers see.
+void test_lossy_formats_and_thread_counts_agree() {
+  for (const auto rule : {Rule::kAdamW, Rule::kAdam, Rule::kLion, Rule::kAdagrad, Rule::kSgd}) {
+    Scalars scalars = kScalars;
+    scalars.rule = rule;
+    for (const size_t numel : {size_t{0}, size_t{1}, size_t{33}, size_t{200'001}}) {
+      std::vector<Lossy> states(4, Lossy(numel));
+      for (Lossy& state : states) {
+        const bool has_exp_avg = rule != Rule::kAdagrad;
+        const bool has_exp_avg_sq = rule != Rule::kLion && rule != Rule::kSgd;
+        for (size_t i = 0; i < 2; ++i) {
+          if (!(i == 0 ? has_exp_avg : has_exp_avg_sq)) {
+            state.halves[i].clear();
+            state.codes[i].clear();
+            state.bases[i].clear();
+          }
+        }
+      }
+      for (const uint64_t threads : {1U, 3U}) {
+        Lossy& bf16 = states[threads == 1 ? 0 : 1];
+        bf16.step_bf16(scalars, threads);
+        Lossy& compact = states[threads == 1 ? 2 : 3];
+        compact.step_compact(scalars, threads);
+      }
+      CHECK(states[0].param == states[1].param && states[0].residual == states[1].residual);
+      CHECK(states[0].halves == states[1].halves);
+      CHECK(states[2].param == states[3].param && states[2].codes == states[3].codes);
+      CHECK(states[2].bases == states[3].bases);
+      CHECK(states[2].short_residual == states[3].short_residual);
+      CHECK(numel < 100 || states[0].residual != Lossy(numel).residual);
+      CHECK(numel < 100 || states[2].short_residual != Lossy(numel).short_residual);
     }
   }
 }
@@ -247,7 +313,7 @@ void test_computed_nans_have_one_pattern() {
   std::vector<float> exp_avg{0.0F, negative_nan, 0.0F};
   std::vector<float> exp_avg_sq{1.0F, -1.0F, negative_nan};
   const std::vector<float> grad{0.0F, 0.0F, 0.0F};
-  adamw_fp32(param, grad, {exp_avg, exp_avg_sq}, kScalars, 1);
+  update_own(param, grad, {exp_avg, exp_avg_sq}, kScalars, 1);
   for (const float value : {param[0], param[1], param[2], exp_avg[1], exp_avg_sq[2]}) {
     CHECK(std::bit_cast<uint32_t>(value) == 0x7FC0'0000U);
   }
@@ -380,6 +446,7 @@ int main(int argc, char** argv) {
   test_every_chunk_runs_once_on_all_threads();
   test_update_is_the_written_formula();
   test_formats_and_thread_counts_agree();
+  test_lossy_formats_and_thread_counts_agree();
   test_computed_nans_have_one_pattern();
   test_fp16_widening_is_the_definition();
   test_fp16_is_rounded_to_even_between_any_two();

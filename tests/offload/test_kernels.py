@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from offload.kernels import AdamWScalars, Kernels
+from offload.kernels import Kernels
+from offload.rules import AdamWScalars
 from tests.support.kernels import (
     HYPERPARAMETERS,
     PATTERNS,
@@ -29,6 +30,13 @@ from tests.support.reference import (
     widen_bf16,
     with_one_nan,
 )
+
+
+@pytest.fixture
+def kernels(any_kernels) -> Kernels:
+    """Return each implementation, also those that work on tensors of a device."""
+    return any_kernels
+
 
 SIZES = [0, 1, 7, 63, 64, 65, 4095, 4096, 4097, 262143, 262144, 262145]
 FEW_SIZES = [1, 65, 262145]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from estimators import PlacementRequest, SegmentSpec, StateFormat, Tier
+from estimators import PlacementRequest, SegmentSpec, StateFormat, Tier, UpdateRule
 from estimators.records import staged_bytes
 
 LR, EPS, BETAS, WEIGHT_DECAY = 1e-3, 1e-4, (0.9, 0.95), 0.1
@@ -24,14 +24,15 @@ def make_config(
     engine: str = "auto",
     grad_accum_dtype: str | None = None,
     loss_scale: float = 0.0,
+    stage: int = 3,
 ) -> dict[str, Any]:
-    """Return a ZeRO-3 configuration; an offload of "none" leaves its section out."""
-    stage: dict[str, Any] = {"stage": 3, "sub_group_size": sub_group_size}
+    """Return a ZeRO configuration; an offload of "none" leaves its section out."""
+    section: dict[str, Any] = {"stage": stage, "sub_group_size": sub_group_size}
     for key, device in (("offload_param", parameters), ("offload_optimizer", optimizer)):
         if device != "none":
-            stage[key] = {"device": device}
+            section[key] = {"device": device}
             if device == "nvme":
-                stage[key]["nvme_path"] = nvme_path
+                section[key]["nvme_path"] = nvme_path
     precision: dict[str, Any] = {}
     if dtype == "fp16":
         precision["fp16"] = {"enabled": True, "loss_scale": loss_scale, "initial_scale_power": 8}
@@ -48,7 +49,7 @@ def make_config(
             "type": "AdamW",
             "params": {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY},
         },
-        "zero_optimization": stage,
+        "zero_optimization": section,
         "aio": {"engine": engine},
         "tiers": {"host_memory": host_memory, "state_format": state_format},
     }
@@ -66,6 +67,7 @@ def slot_budget(
     optimizer: str,
     sub_group_size: int,
     state_format: str = "exact",
+    rule: UpdateRule = UpdateRule.ADAMW,
 ) -> int:
     """Return the node's host budget that holds exactly `slots` slots a rank and nothing else."""
     request = PlacementRequest(
@@ -76,6 +78,7 @@ def slot_budget(
         state_format=StateFormat(state_format),
         sub_group_numel=sub_group_size,
         alignment_bytes=4096,
+        rule=rule,
     )
     largest = max(
         staged_bytes(request, segment, min(sub_group_size, segment.layout(world_size).shard_numel))

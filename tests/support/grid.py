@@ -51,7 +51,18 @@ def cells() -> list[dict[str, Any]]:
 
 
 def cell_config(cell: dict[str, Any], world_size: int, nvme_path: str) -> dict[str, Any]:
-    """Return the configuration of a cell; nvme cells get exactly two slots a rank."""
+    """Return the configuration of a cell; nvme cells get exactly two slots a rank.
+
+    `update_device` and `device_memory` may be added to a cell.
+    """
+    config = _tier_config(cell, world_size, nvme_path)
+    config["tiers"]["update_device"] = cell.get("update_device", "auto")
+    config["tiers"]["state_format"] = cell.get("state_format", "exact")
+    config["tiers"]["device_memory"] = cell.get("device_memory", "auto")
+    return config
+
+
+def _tier_config(cell: dict[str, Any], world_size: int, nvme_path: str) -> dict[str, Any]:
     optimizer = cell["device"]
     parameters = cell["device"] if cell["with_parameters"] else "none"
     common = {
@@ -114,7 +125,7 @@ def run_cell(cell: dict[str, Any], nvme_path: str) -> dict[str, Any]:
         )
     final = full_parameters(engine)
     outcome["digest"] = digest(final)
-    if cell["dtype"] == "fp32":
+    if cell["dtype"] == "fp32" and engine.device.type == "cpu":
         outcome["torch_difference"] = torch_difference(cell, engine.world_size, final)
     engine.destroy()
     return outcome
@@ -127,7 +138,8 @@ def run_step(
     written = set(engine._runtime.store.written_states)
     io_before, before = process_io_bytes(), engine.ledger.snapshot()
     for micro in range(accumulation):
-        loss = engine(*make_batch(step * accumulation + micro, engine.global_rank))
+        batch = make_batch(step * accumulation + micro, engine.global_rank)
+        loss = engine(*(each.to(engine.device) for each in batch))
         engine.backward(loss)
         outcome["losses"].append(loss.item())
     observing = engine.ledger.snapshot()

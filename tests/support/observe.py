@@ -10,13 +10,12 @@ import torch
 
 import zero
 from estimators import shard_pieces
-from offload import tensor_span
 from offload.arrays import torch_dtype
 
 
 def as_bits(tensor: torch.Tensor) -> np.ndarray:
     """Return a copy as fp32 values or as bf16 bits (uint16), flat."""
-    flat = tensor.detach().reshape(-1).clone()
+    flat = tensor.detach().reshape(-1).cpu().clone()
     if flat.dtype is torch.bfloat16:
         return flat.view(torch.uint16).numpy()
     return flat.numpy()
@@ -41,12 +40,13 @@ def full_gradients(engine: zero.ZeroEngine) -> dict[str, np.ndarray]:
                 gradient = zero.safe_get_full_grad(member.parameter)
                 if gradient is None:
                     gradient = torch.zeros_like(member.parameter)
-                found[member.name] = as_bits(gradient.reshape(-1))
+                found[member.name] = as_bits(gradient.reshape(-1).cpu())
             continue
-        flat = torch.empty(segment.layout.padded_numel, dtype=torch_dtype(segment.spec.gradient))
+        device = runtime.store.device
+        flat = device.empty(segment.layout.padded_numel, torch_dtype(segment.spec.gradient))
         own = runtime.communicator.own_slice(flat)
         if flat.numel():
-            runtime.store.read_gradient(segment.index, tensor_span(own))
+            device.join(runtime.store.read_gradient(segment.index, device.memory_of(own)))
         runtime.communicator.all_gather_in_place(flat)
         for name, offset, numel in zip(
             segment.spec.names, segment.layout.offsets, segment.layout.numels, strict=True
@@ -83,3 +83,15 @@ def process_io_bytes() -> tuple[int, int]:
         line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     )
     return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def state_digest(engine: zero.ZeroEngine) -> str:
+    """Return a hash of the bits of all that is kept of every parameter; a collective."""
+    total = hashlib.sha256()
+    for state in sorted(zero.iterate_states(engine.module), key=lambda each: each.name):
+        for key in ("value", "fp32_param", "exp_avg", "exp_avg_sq", "grad"):
+            tensor = getattr(state, key)
+            if tensor is not None:
+                total.update(f"{state.name} {key} {tuple(tensor.shape)}".encode())
+                total.update(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()

@@ -113,7 +113,7 @@ def different_touches(engine: zero.ZeroEngine, rank: int) -> None:
 
 def touch_on_one_rank(engine: zero.ZeroEngine, rank: int) -> None:
     """Read a weight on rank 0 alone."""
-    engine._runtime.communicator.join_timeout_s = 2.0
+    engine._runtime.communicator.rendezvous.patience_s = 1.0
     if rank == 0:
         engine.module.blocks[0].up.weight.sum()
 

@@ -26,7 +26,7 @@ from zero.config.other_values import (
     Text,
     TextList,
 )
-from zero.config.param_models import SCHEDULE_PARAMS, AdamParams
+from zero.config.param_models import OPTIMIZER_PARAMS, SCHEDULE_PARAMS
 from zero.config.values import Choice, Integer, Number, Switch, shown
 
 CASES = int(os.environ.get("TIERZERO_FUZZ_CASES", "2000"))
@@ -54,7 +54,11 @@ def leaves(section: type[Section], prefix: str) -> list[tuple[str, KeyFacts]]:
 
 
 KEYS: list[tuple[str, str, KeyFacts]] = [(path, "", facts) for path, facts in leaves(Document, "")]
-KEYS += [(path, "AdamW", facts) for path, facts in leaves(AdamParams, "optimizer.params.")]
+KEYS += [
+    (path, name, facts)
+    for name, model in OPTIMIZER_PARAMS.items()
+    for path, facts in leaves(model, "optimizer.params.")
+]
 KEYS += [
     (path, name, facts)
     for name, model in SCHEDULE_PARAMS.items()
@@ -79,6 +83,9 @@ def document_with(path: str, type_name: str, value: object) -> dict[str, Any]:
     if path.startswith("scheduler"):
         params = dict(REQUIRED.get(type_name, {}))
         document["scheduler"] = {"type": type_name or "WarmupLR", "params": params}
+    if path.startswith("tiers.state_formats["):
+        rule = {"parameters": "*.bias", "state_format": "exact"}
+        document["tiers"] = {"state_formats": [rule]}
     if path.startswith("tiers.nvme["):
         document["tiers"] = {"nvme": [{"path": "/nvme"}]}
     here: Any = document

@@ -92,18 +92,31 @@ def refusal(source: object) -> str:
             'did you mean "nvme"?',
         ),
         (
-            {"tiers": {"state_format": "compact"}},
-            'tiers.state_format: "compact" is not available in this version; use "exact" or "fp32"',
+            {"tiers": {"state_format": "4bit"}},
+            'tiers.state_format: must be "exact", "fp32", "bf16" or "compact", got "4bit"',
         ),
         (
-            {"tiers": {"update_device": "device"}},
-            'tiers.update_device: "device" is not available in this version; use "auto" or "cpu"',
+            {"tiers": {"update_device": "gpu"}},
+            'tiers.update_device: must be "auto", "cpu" or "device", got "gpu"',
         ),
         (
             {"aio": {"engine": "iouring"}},
             'aio.engine: must be "auto", "io_uring", "kernel_aio", "threads" or "python", got',
         ),
-        ({"tiers": {"durable": {"name": "run"}}}, 'tiers.durable: {"name": "run"} is not availabl'),
+        (
+            {"tiers": {"durable": {"name": "run"}}},
+            'tiers.durable: {"name": "run", "every_steps": 1',
+        ),
+        ({"tiers": {"durable": True}}, "tiers.durable: must be false, or an object such as "),
+        ({"tiers": {"durable": {"name": "../run"}}}, "tiers.durable: must be false, or an object"),
+        (
+            {"tiers": {"durable": {"name": "run", "every_step": 1}}},
+            "tiers.durable: must be false, or an object such as ",
+        ),
+        (
+            {"tiers": {"durable": {"name": "run", "every_steps": 0}}},
+            "tiers.durable: must be an integer of at least 1, got 0",
+        ),
         ({"aio": {"use_gds": True}}, "aio.use_gds: true is not available"),
         ({"aio": {"block_size": 5000}}, "aio.block_size: must be a multiple of 4096 from 4096 to"),
         (

@@ -48,7 +48,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "offload_optimizer": ("none", "cpu", "nvme"),
     "precision": ("model", "fp32", "bf16", "fp16"),
     "optimizer": ("object", *OPTIMIZERS),
-    "state_format": ("exact", "fp32"),
+    "state_format": ("exact", "fp32", "bf16", "compact"),
     "gradients": (SAME, WIDER, OTHER),
     "collectives": (SAME, OTHER),
     "directories": ("none", "one", "several"),
@@ -57,27 +57,15 @@ AXES: dict[str, tuple[str, ...]] = {
 
 REFUSALS = (
     Refusal(
-        {"stage": ("0", "1", "2")},
-        "zero_optimization.stage",
-        "this version trains stage 3, which shards all that the lower stages shard and more",
-        'write "zero_optimization": {"stage": 3}',
-    ),
-    Refusal(
         {"stage": ("0", "1", "2"), "offload_param": ("cpu", "nvme")},
         "zero_optimization.offload_param.device",
-        "parameters can rest elsewhere only where they are sharded, in stage 3",
-        'write "stage": 3',
-    ),
-    Refusal(
-        {"stage": ("0", "1", "2"), "offload_optimizer": ("nvme",)},
-        "zero_optimization.offload_optimizer.device",
-        "state is paged to NVMe only in stage 3",
+        "stages 0 to 2 keep parameters in full on the device; they can rest elsewhere in stage 3",
         'write "stage": 3',
     ),
     Refusal(
         {"optimizer": tuple(name for name in OPTIMIZERS if name not in SUPPORTED_OPTIMIZERS)},
         "optimizer.type",
-        "this version has kernels for AdamW and Adam",
+        "it is not element-wise, or not known to be: a rank updates slices of parameters",
         'write "AdamW"',
     ),
     Refusal(

@@ -56,6 +56,12 @@ def _nvme(config: ZeroConfig, notices: list[str]) -> list[str]:
                 f"{path} = {shown(str(section.nvme_path))} has no effect: tiers.nvme names the "
                 "directories; remove one of the two"
             )
+    durable = config.tiers.durable if config.tiers is not None else None
+    if durable and not paths:
+        problems.append(
+            f"tiers.durable: {shown(durable)} without a directory to keep the run in; write"
+            ' tiers.nvme = [{"path": ...}]'
+        )
     if len({entry.path for entry in paths}) != len(paths):
         problems.append("tiers.nvme: names one directory twice; keep one entry for each")
     weighted = [entry.weight is not None for entry in paths]

@@ -19,6 +19,8 @@ from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.settings import (
     AioSettings,
     BatchSettings,
+    DurableSettings,
+    FormatOverride,
     NamedFactory,
     NvmeSettings,
     OffloadSettings,
@@ -168,15 +170,24 @@ class ZeroConfig(Document):
     def _tier_settings(self) -> TierSettings:
         tiers = self.tiers or Tiers()
         return TierSettings(
+            device=tiers.device,
             device_memory_bytes=tiers.device_memory,
             host_memory_bytes=tiers.host_memory,
             nvme=self.nvme_paths(),
             state_format=StateFormat(tiers.state_format),
+            update_device=tiers.update_device,
+            format_overrides=tuple(
+                FormatOverride(each.parameters, StateFormat(each.state_format))
+                for each in tiers.state_formats
+            ),
+            rounding_seed=tiers.rounding_seed,
             measures_bandwidth=tiers.measure_bandwidth,
             slot_count=tiers.slot_count,
             write_burst=tiers.write_burst,
             measures_schedule=tiers.io_schedule == "measure",
             verify=tiers.verify,
+            durable=DurableSettings(**tiers.durable) if tiers.durable else None,
+            keep_last_checkpoints=tiers.keep_last_checkpoints,
         )
 
     def _scheduler_factory(self) -> NamedFactory | None:
@@ -208,9 +219,15 @@ class ZeroConfig(Document):
     def _optimizer_factory(self) -> NamedFactory | None:
         if self.optimizer is None:
             return None
-        params = AdamParams.model_validate(self.optimizer.params)
+        section = params_section("optimizer", self.optimizer.type)
+        if section is None:
+            return NamedFactory(self.optimizer.type, dict(self.optimizer.params))
+        params = section.model_validate(self.optimizer.params)
+        if not isinstance(params, AdamParams):
+            filled = {name: getattr(params, name) for name in type(params).model_fields}
+            return NamedFactory(self.optimizer.type, filled)
         return NamedFactory(
-            "AdamW",
+            "AdamW" if params.adam_w_mode else "Adam",
             {
                 "lr": params.lr,
                 "betas": params.betas,

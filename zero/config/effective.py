@@ -39,6 +39,11 @@ def effective_rows(config: ZeroConfig, world_size: int | None = None) -> list[Ro
     return [derived.get(row.path, row) for row in _rows(config, "", config.origins)]
 
 
+def written_values(config: ZeroConfig) -> dict[str, Any]:
+    """Return what was written or worked out, by path, as JSON can hold it."""
+    return {row.path: row.value for row in effective_rows(config) if row.origin != DEFAULT}
+
+
 def _rows(section: Section, prefix: str, origins: Mapping[str, str]) -> Iterator[Row]:
     for name, info in type(section).model_fields.items():
         facts = facts_of(f"{prefix}{name}", info)

@@ -8,13 +8,14 @@ from typing import Annotated, Any
 from zero.config import other_models as other
 from zero.config.keys import Auto, Section, key, no_effect, refused
 from zero.config.names import OPTIMIZERS
-from zero.config.other_values import ByteSize, FolderPath, Free, Parameters, Text
+from zero.config.other_values import ByteSize, DurableRun, FolderPath, Free, Parameters, Text
 from zero.config.values import Choice, Integer, Number, Switch
 from zero.config.zero_models import ZeroOptimization
 
 ELEMENTS = ("fp32", "fp16", "bf16")
 _LATER = "it is not in this version"
 _SWITCH = Annotated[bool, Switch()]
+_FORMATS = ("exact", "fp32", "bf16", "compact")
 
 
 class NvmePath(Section):
@@ -44,9 +45,25 @@ class NvmePath(Section):
     )
 
 
+class FormatRule(Section):
+    """How the state of some parameters is stored."""
+
+    parameters: Annotated[str, Text()] = key(
+        "pattern of parameter names, with `*` and `?` as in a shell", default=...
+    )
+    state_format: Annotated[str, Choice(words=_FORMATS)] = key(
+        "how their state is stored", default=...
+    )
+
+
 class Tiers(Section):
     """How much of each tier a node gives (ours; the field has nothing like it)."""
 
+    device: Annotated[str, Choice(words=("auto", "cpu", "cuda"))] = key(
+        "where the model computes: auto is a CUDA device where torch finds one, else the processor",
+        default="auto",
+        auto=Auto.MACHINE,
+    )
     device_memory: Annotated[int | None, ByteSize(auto=True)] = key(
         "device memory of the node for state", default=None, auto=Auto.MACHINE
     )
@@ -80,21 +97,37 @@ class Tiers(Section):
         " placement and the share of the drive's limit in reports",
         default=False,
     )
-    state_format: Annotated[str, Choice(words=("exact", "fp32"), later=("bf16", "compact"))] = key(
-        "how state beside a 16-bit parameter is stored", default="exact"
+    state_format: Annotated[str, Choice(words=_FORMATS)] = key(
+        "how state beside a bf16 parameter is stored (with AdamW: exact 10 bytes, fp32 12, both"
+        " keep every bit; bf16 6, compact about 3.1, both round); other parameters keep fp32 state",
+        default="exact",
     )
-    update_device: Annotated[str, Choice(words=("auto", "cpu"), later=("device",))] = key(
-        "where the optimizer runs", default="auto", auto=Auto.MACHINE
+    state_formats: tuple[FormatRule, ...] = key(
+        "other formats for some parameters; the first pattern that matches decides. Without one,"
+        " compact keeps embeddings and parameters of one dimension exact",
+        default=(),
     )
-    durable: Annotated[Any, Free()] = refused(
-        "keep training state on NVMe over a crash",
+    rounding_seed: Annotated[int, Integer(maximum=(1 << 63) - 1)] = key(
+        "seed of the random bits that lossy formats round by", default=0
+    )
+    update_device: Annotated[str, Choice(words=("auto", "cpu", "device"))] = key(
+        "where the optimizer runs: device streams state through a GPU, at the speed of its link;"
+        " auto does so where there is one",
+        default="auto",
+        auto=Auto.MACHINE,
+    )
+    durable: Annotated[Any, DurableRun()] = key(
+        "keep the run under a name in the directories of tiers.nvme, committed every so many"
+        " steps: whatever kills it, zero.initialize resumes at the last commit (docs/durable.md)",
         default=False,
-        why=_LATER,
-        instead="write false",
     )
     verify: _SWITCH = key(
         "check at every page-in that NVMe gives back the bytes that were written (xxhash)",
         default=False,
+    )
+    keep_last_checkpoints: Annotated[int | None, Integer(nullable=True, minimum=1)] = key(
+        "checkpoints that stay in a folder when another is saved there; null keeps all",
+        default=None,
     )
 
 
@@ -189,7 +222,7 @@ class Bf16(Section):
     check_grad_overflow: _SWITCH = no_effect(
         "look for gradients that are not finite",
         default=True,
-        why="the field reads it in stages 1 and 2",
+        why="they are always looked for",
     )
     bf16_master_weights_and_grads: _SWITCH = refused(
         "keep no fp32 master",
@@ -293,7 +326,7 @@ class Document(Section):
     )
     gradient_allreduce_op: Annotated[str, Choice(words=("mean", "sum"))] = _unsupported(
         "how gradients are reduced",
-        "ZeRO-3 averages them",
+        "they are averaged",
         "scale the loss yourself",
         default="mean",
     )
@@ -375,7 +408,9 @@ class Document(Section):
         "details of wall_clock_breakdown", default=None, why="the engine prints nothing"
     )
     datastates: Annotated[Any, Free()] = _unsupported(
-        "a checkpoint engine", "this version saves no checkpoints", default=None
+        "a checkpoint engine",
+        "save_checkpoint(blocking=False) copies while training goes on",
+        default=None,
     )
     monitor: Annotated[Any, Free()] = _unsupported(
         "metrics",

@@ -29,8 +29,14 @@ OPTIMIZERS = (
 )
 """Every optimizer that the field knows by name."""
 
-SUPPORTED_OPTIMIZERS = ("Adam", "AdamW")
+FUSED_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
 """Those that this version has a kernel for."""
+
+GENERIC_OPTIMIZERS = ("RMSprop", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
+"""Those of torch.optim that run element by element, without a kernel."""
+
+SUPPORTED_OPTIMIZERS = (*FUSED_OPTIMIZERS, *GENERIC_OPTIMIZERS)
+"""Those that can train."""
 
 SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 """The field's own schedules; any torch.optim.lr_scheduler class is accepted as well."""

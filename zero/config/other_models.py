@@ -252,26 +252,30 @@ class Checkpoint(Section):
 
     tag_validation: Annotated[str, Choice(words=("Warn", "Ignore", "Fail"), any_case=True)] = (
         no_effect(
-            "compare tags over the ranks", default="Warn", why="this version saves no checkpoints"
+            "compare tags over the ranks",
+            default="Warn",
+            why="ranks that name different tags are always refused",
         )
     )
     load_universal: Annotated[bool, Switch()] = refused(
         "read a universal checkpoint",
         default=False,
-        why="this version loads no checkpoints",
+        why="every checkpoint of ours loads at any world size",
         instead="remove it",
     )
     use_node_local_storage: Annotated[bool, Switch()] = no_effect(
-        "every node saves", default=False, why="this version saves no checkpoints"
+        "every node saves",
+        default=False,
+        why="all ranks write into one folder that all of them see",
     )
     parallel_write: ParallelWrite | None = no_effect(
-        "who writes", default=None, why="this version saves no checkpoints"
+        "who writes", default=None, why="every rank writes what it has"
     )
     checkpoint_serialization: Annotated[bool, Switch()] = no_effect(
-        "write by torch.save", default=True, why="this version saves no checkpoints"
+        "write by torch.save", default=True, why="files are safetensors, without pickle"
     )
     writer: CheckpointWriter | None = no_effect(
-        "how files are written", default=None, why="this version saves no checkpoints"
+        "how files are written", default=None, why="the I/O engine writes them, with direct I/O"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from zero.config.values import LARGEST_INTEGER, Kind, Number, whole_number
+from zero.config.values import LARGEST_INTEGER, Integer, Kind, Number, whole_number
 
 _BYTE_UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -176,6 +176,50 @@ class Parameters(Kind):
     @override
     def schema(self) -> dict[str, Any]:
         return {"type": "object"}
+
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, slots=True)
+class DurableRun(Kind):
+    """False, or the name of a durable run and how often it commits."""
+
+    @override
+    def describe(self) -> str:
+        return 'false, or an object such as {"name": "run-1", "every_steps": 1}'
+
+    @override
+    def read(self, value: object) -> dict[str, Any] | bool:
+        if value is False:
+            return False
+        if not isinstance(value, Mapping):
+            raise self.refuse(value, "write false, or give the run a name")
+        unknown = sorted(set(map(str, value)) - {"name", "every_steps"})
+        if unknown:
+            raise self.refuse(value, f"remove {', '.join(unknown)}")
+        name = value.get("name")
+        if not isinstance(name, str) or not _RUN_NAME.fullmatch(name):
+            raise self.refuse(
+                value,
+                "the name is that of a directory: up to 100 letters, digits, dots, dashes and"
+                " underscores, the first a letter or digit",
+            )
+        steps = Integer(minimum=1).read(value.get("every_steps", 1))
+        return {"name": name, "every_steps": steps}
+
+    @override
+    def schema(self) -> dict[str, Any]:
+        run = {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": f"^{_RUN_NAME.pattern}$"},
+                "every_steps": Integer(minimum=1).schema(),
+            },
+            "required": ["name"],
+            "additionalProperties": False,
+        }
+        return {"anyOf": [{"const": False}, run]}
 
 
 @dataclass(frozen=True, slots=True)

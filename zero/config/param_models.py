@@ -25,11 +25,8 @@ class AdamParams(Section):
         "decay of the weights", default=0.0, auto=Auto.FRAMEWORK
     )
     bias_correction: _SWITCH = key("correct the moments for their start at zero", default=True)
-    adam_w_mode: _SWITCH = refused(
-        "decay weights apart from the gradient (AdamW)",
-        default=True,
-        why="this version has no kernel that adds the decay to the gradient",
-        instead="write true, which is AdamW",
+    adam_w_mode: _SWITCH = key(
+        "decay weights apart from the gradient (AdamW); false adds the decay to it", default=True
     )
     torch_adam: _SWITCH = no_effect(
         "use torch's implementation",
@@ -44,6 +41,52 @@ class AdamParams(Section):
         instead="write false",
     )
 
+
+class LionParams(Section):
+    """Arguments of Lion."""
+
+    lr: Annotated[float, _RATE] = key("learning rate", default=1e-4, auto=Auto.FRAMEWORK)
+    betas: Annotated[tuple[float, ...], Numbers(entry=_BETA, length=2)] = key(
+        "weights of the old average in the step, and in the average", default=(0.9, 0.99)
+    )
+    weight_decay: Annotated[float, _RATE] = key(
+        "decay of the weights", default=0.0, auto=Auto.FRAMEWORK
+    )
+
+
+class AdagradParams(Section):
+    """Arguments of Adagrad."""
+
+    lr: Annotated[float, _RATE] = key("learning rate", default=1e-2, auto=Auto.FRAMEWORK)
+    lr_decay: Annotated[float, _RATE] = key("decay of the learning rate", default=0.0)
+    eps: Annotated[float, _RATE] = key("added to the root", default=1e-10)
+    weight_decay: Annotated[float, _RATE] = key(
+        "decay of the weights, added to the gradient", default=0.0, auto=Auto.FRAMEWORK
+    )
+    initial_accumulator_value: Annotated[float, _RATE] = key(
+        "value that the sum of squares starts at", default=0.0
+    )
+
+
+class SgdParams(Section):
+    """Arguments of SGD; it keeps a momentum buffer, with a momentum of 0 as well."""
+
+    lr: Annotated[float, _RATE] = key("learning rate", default=1e-3, auto=Auto.FRAMEWORK)
+    momentum: Annotated[float, _RATE] = key("weight of the old momentum", default=0.0)
+    dampening: Annotated[float, _RATE] = key("what the momentum takes less of", default=0.0)
+    nesterov: _SWITCH = key("step by the momentum that comes next", default=False)
+    weight_decay: Annotated[float, _RATE] = key(
+        "decay of the weights, added to the gradient", default=0.0, auto=Auto.FRAMEWORK
+    )
+
+
+OPTIMIZER_PARAMS: dict[str, type[Section]] = {
+    "AdamW": AdamParams,
+    "Adam": AdamParams,
+    "Lion": LionParams,
+    "Adagrad": AdagradParams,
+    "SGD": SgdParams,
+}
 
 _WARMUP_STEPS = Integer(minimum=1)
 _WARMUP_TYPE = Choice(words=("log", "linear"))
@@ -141,4 +184,5 @@ def params_section(owner: str, type_name: object) -> type[Section] | None:
         return None
     if owner == "scheduler":
         return SCHEDULE_PARAMS.get(type_name)
-    return AdamParams if type_name.lower() in {"adam", "adamw"} else None
+    by_name = {name.lower(): section for name, section in OPTIMIZER_PARAMS.items()}
+    return by_name.get(type_name.lower())

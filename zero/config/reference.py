@@ -9,7 +9,7 @@ from zero.config.aliases import ALIASES, OLD_OFFLOAD, PIN_MEMORY
 from zero.config.capabilities import REFUSALS
 from zero.config.keys import Auto, KeyFacts, Section, Standing, facts_of
 from zero.config.models import Document
-from zero.config.param_models import SCHEDULE_PARAMS, AdamParams
+from zero.config.param_models import OPTIMIZER_PARAMS, SCHEDULE_PARAMS, AdamParams
 from zero.config.values import plain, shown
 
 _INTRODUCTION = """\
@@ -60,6 +60,11 @@ def reference_page() -> str:
     """Return docs/configuration.md."""
     parts = [_INTRODUCTION, *_section_parts(Document, "", "## Top level")]
     parts.append(_arguments_part("optimizer.params of AdamW and Adam", AdamParams))
+    parts += [
+        _arguments_part(f"optimizer.params of {name}", model)
+        for name, model in OPTIMIZER_PARAMS.items()
+        if model is not AdamParams
+    ]
     parts += [
         _arguments_part(f"scheduler.params of {name}", model)
         for name, model in SCHEDULE_PARAMS.items()
@@ -140,6 +145,9 @@ def _autos_part() -> str:
 def _models() -> Iterator[tuple[str, type[Section]]]:
     yield "", Document
     yield "optimizer.params.", AdamParams
+    for name, model in OPTIMIZER_PARAMS.items():
+        if model is not AdamParams:
+            yield f"optimizer.params ({name}) ", model
     for name, model in SCHEDULE_PARAMS.items():
         yield f"scheduler.params ({name}) ", model
 

@@ -14,7 +14,7 @@ DEVICES = ("none", "cpu", "nvme")
 
 _SLOTS = "slots are sized and counted from tiers.host_memory and the largest sub-group"
 _RESIDENCY = "what stays resident is decided from the recorded order and tiers.host_memory"
-_STAGE_1_2 = "it belongs to stages 1 and 2"
+_UNITS = "in stages 0 to 2 new values are gathered once a unit, after the step"
 _QUANTISED = "communication is never quantised: every rank gets the exact bits"
 
 
@@ -137,7 +137,8 @@ class ZeroOptimization(Section):
     """ZeRO: what is sharded over the ranks, and where it rests."""
 
     stage: Annotated[int, Integer(maximum=3)] = key(
-        "what is sharded: 1 optimizer state, 2 also gradients, 3 also parameters",
+        "3 shards parameters; 0, 1 and 2 keep them in full on every rank, and shard gradients "
+        "and optimizer state all the same, so that the bits are the same in all",
         default=0,
         auto=Auto.FRAMEWORK,
     )
@@ -163,13 +164,13 @@ class ZeroOptimization(Section):
         auto=Auto.HIDDEN_SQUARED,
     )
     use_multi_rank_bucket_allreduce: Annotated[bool, Switch()] = no_effect(
-        "merge buckets", default=True, why=_STAGE_1_2
+        "merge buckets", default=True, why="a unit is one reduction"
     )
     allgather_partitions: Annotated[bool, Switch()] = no_effect(
-        "gather by all-gather", default=True, why=_STAGE_1_2
+        "gather by all-gather", default=True, why=_UNITS
     )
     allgather_bucket_size: Annotated[int, Integer()] = no_effect(
-        "elements of one gather", default=500_000_000, why=_STAGE_1_2
+        "elements of one gather", default=500_000_000, why=_UNITS
     )
     overlap_comm: Annotated[bool | None, Switch(nullable=True)] = no_effect(
         "overlap communication with computation",
@@ -179,10 +180,12 @@ class ZeroOptimization(Section):
     load_from_fp32_weights: Annotated[bool, Switch()] = no_effect(
         "restore masters from fp32 weights",
         default=True,
-        why="this version saves no checkpoints",
+        why="masters are saved and restored in fp32",
     )
     elastic_checkpoint: Annotated[bool, Switch()] = no_effect(
-        "checkpoints for another world size", default=False, why=_STAGE_1_2
+        "checkpoints for another world size",
+        default=False,
+        why="this version saves no checkpoints",
     )
     zenflow: ZenFlow | None = refused(
         "asynchronous updates of the less important gradients",
@@ -219,7 +222,7 @@ class ZeroOptimization(Section):
     stage3_gather_16bit_weights_on_model_save: Annotated[bool, Switch()] = no_effect(
         "allow save_16bit_model",
         default=False,
-        why="this version saves no checkpoints",
+        why="save_16bit_model always works, one tensor at a time",
         auto=Auto.FRAMEWORK,
     )
     stage3_module_granularity_threshold: Annotated[int, Integer()] = no_effect(
@@ -240,7 +243,9 @@ class ZeroOptimization(Section):
         "the first implementation of stage 1", "it does not exist any more", "remove it"
     )
     round_robin_gradients: Annotated[bool, Switch()] = no_effect(
-        "balance copies of gradients", default=False, why=_STAGE_1_2
+        "balance copies of gradients",
+        default=False,
+        why="each gradient goes straight to the rank that updates it",
     )
     zero_hpz_partition_size: Annotated[int, Integer()] = refused(
         "ranks of a secondary partition (hpZ)",
@@ -278,7 +283,7 @@ class ZeroOptimization(Section):
         "a linear layer that saves memory", default=True, why="modules are used as they are"
     )
     pipeline_loading_checkpoint: Annotated[bool, Switch()] = no_effect(
-        "load modules in a pipeline", default=False, why="this version loads no checkpoints"
+        "load modules in a pipeline", default=False, why="loading streams block by block"
     )
     override_module_apply: Annotated[bool, Switch()] = no_effect(
         "gather in nn.Module.apply",

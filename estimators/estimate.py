@@ -1,0 +1,335 @@
+"""Will it fit, where, and how fast: the whole answer as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from estimators.activations import Activations, activations
+from estimators.inputs import DeviceKind, PlanInputs, placement_request, rank_budget
+from estimators.placement import in_play_bytes, minimum_host_bytes, plan_placement
+from estimators.records import DEVICE_BUFFER_COUNT, Section
+from estimators.segments import Tier
+from estimators.step_time import Moved, StepTime, Wear, moved, operations, step_time, wear
+from estimators.summary import (
+    COLLECTIVE_SCRATCH,
+    GRADIENT_SCRATCH,
+    LIVE_PARAMETERS,
+    START_EXCESS,
+    MemoryPlan,
+    StepTraffic,
+)
+
+CUDA_CONTEXT_BYTES = 600 << 20
+"""What a process takes of a GPU before its first tensor: context, kernels, libraries."""
+CUDA_WORKSPACE_BYTES = 32 << 20
+"""What matrix products keep for themselves, allocated through torch."""
+HEAP_SLACK = 0.15
+"""Share of what comes and goes on a CPU run that the C library's heap loses to fragments."""
+ALLOCATOR_SLACK = 0.05
+"""Share of what comes and goes on a GPU that its allocator may lose to fragments."""
+PROCESS_BYTES = 420 << 20
+"""What Python with torch takes of host memory, a rank; measured for CPU builds."""
+
+
+KEPT = "activations kept for the backward"
+RECOMPUTED = "one block run again"
+WORKING = "gradients of activations"
+LOSS = "logits and loss"
+START = "setting parameters at the start"
+GRADIENTS = "gradients resident"
+BUFFERS = "buffers of the update"
+ROOT_GRADIENTS = "gradients of the root unit"
+HEAP = f"heap slack ({HEAP_SLACK:.0%})"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One category on one tier, of one rank."""
+
+    tier: Tier
+    what: str
+    size_bytes: int
+    at_peak: bool = True
+    """Whether it is there when the tier holds most; the others come and go at other moments."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What each rank of a job takes; all ranks take the same, shards being padded."""
+
+    inputs: PlanInputs
+    memory: MemoryPlan
+    activations: Activations | None
+    time: StepTime
+    wear: Wear
+    moved: Moved
+
+    @property
+    def traffic(self) -> StepTraffic:
+        """What one rank reads from NVMe and writes there in a step."""
+        return self.moved.traffic
+
+    @cached_property
+    def passing(self) -> dict[str, dict[str, int]]:
+        """What comes and goes on the device, by what it is, at each moment that can be the highest.
+
+        Activations leave as gradients arrive. On a GPU gradients that autograd made and nothing
+        copies are there at the end of the backward only, those of the root unit (the head) from its
+        start; a heap of small freed activations holds no large gradients.
+        """
+        memory, found = self.memory, self.activations or _NOTHING
+        live = {LIVE_PARAMETERS: memory.live_parameter_bytes}
+        kept = {KEPT: found.kept_bytes}
+        block = {RECOMPUTED: found.recomputed_bytes}
+        block[WORKING] = max(found.working_bytes, found.head_bytes)
+        scratch = {GRADIENT_SCRATCH: memory.gradient_scratch_bytes}
+        scratch[COLLECTIVE_SCRATCH] = memory.collective_scratch_bytes
+        moments = {
+            "start": {START: memory.request.start_bytes},
+            "loss": {**live, **kept, LOSS: found.loss_bytes},
+            "backward": {**live, **kept, **block, **scratch},
+        }
+        if self.keeps_gradients:
+            size = memory.resident_section_bytes(Tier.DEVICE, Section.GRADIENT)
+            if self._is_cuda:
+                root = {ROOT_GRADIENTS: self._root_gradients()}
+                moments["backward"] = {**live, **kept, **block, **root}
+                moments["end of the backward"] = {**live, **block, GRADIENTS: size}
+            else:
+                moments["backward"] = {**live, **kept, **block, GRADIENTS: size}
+        if memory.device_buffer_bytes:
+            moments["update"] = {BUFFERS: DEVICE_BUFFER_COUNT * memory.device_buffer_bytes}
+            if self.keeps_gradients:
+                moments["update"][GRADIENTS] = moments["end of the backward"][GRADIENTS]
+        if not self._is_cuda:
+            for parts in moments.values():
+                parts[HEAP] = int(HEAP_SLACK * sum(parts.values()))
+        return moments
+
+    @cached_property
+    def moments(self) -> dict[str, int]:
+        """Bytes of what comes and goes at each moment."""
+        return {moment: sum(parts.values()) for moment, parts in self.passing.items()}
+
+    @cached_property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay the tensors that autograd made: see `zero/kept.py`."""
+        memory = self.memory
+        return memory.request.trains and all(
+            memory.is_in_place(index)
+            and memory.segment_tier(index, Section.GRADIENT) is Tier.DEVICE
+            for index in range(len(memory.request.segments))
+        )
+
+    def _root_gradients(self) -> int:
+        request = self.memory.request
+        return sum(
+            spec.layout(request.world_size).padded_numel * spec.gradient.size_bytes
+            for spec in request.segments
+            if spec.unit_index == 0
+        )
+
+    @property
+    def peak_moment(self) -> str:
+        """When the device holds most."""
+        return max(self.moments.items(), key=lambda item: item[1])[0]
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Most bytes of tensors on the device: what torch calls allocated."""
+        resident = self.moved.device_resident_bytes
+        if self.keeps_gradients:
+            resident -= self.memory.resident_section_bytes(Tier.DEVICE, Section.GRADIENT)
+        workspace = CUDA_WORKSPACE_BYTES if self._is_cuda else 0
+        return resident + workspace + max(self.moments.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """Most bytes of the device, with context and slack on a GPU."""
+        if not self._is_cuda:
+            return self.tensor_bytes
+        slack = int(ALLOCATOR_SLACK * max(self.moments.values()))
+        return self.tensor_bytes + slack + CUDA_CONTEXT_BYTES
+
+    @property
+    def host_bytes(self) -> int:
+        """Most bytes of host memory that one rank takes, Python and torch included."""
+        device = 0 if self._is_cuda else self.device_bytes
+        return PROCESS_BYTES + self.memory.host_bytes + device
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Bytes of one rank's swap file."""
+        return self.memory.swap_file_bytes
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.inputs.node.device is DeviceKind.CUDA
+
+    def lines(self) -> list[Line]:
+        """Return every category on every tier of one rank, empty ones left out."""
+        sizes: dict[str, int] = {}
+        for parts in self.passing.values():
+            for what, size in parts.items():
+                sizes[what] = max(size, sizes.get(what, 0))
+        at_peak = self.passing[self.peak_moment]
+        sizes |= at_peak
+        skipped = {START_EXCESS, *sizes}
+        lines = [
+            Line(row.tier, row.what, row.size_bytes)
+            for row in self.memory.rows()
+            if row.tier is not Tier.DEVICE or row.what not in skipped
+        ]
+        lines += [Line(Tier.DEVICE, what, size, what in at_peak) for what, size in sizes.items()]
+        lines += self._margins()
+        order = list(Tier)
+        return sorted(
+            (line for line in lines if line.size_bytes), key=lambda line: order.index(line.tier)
+        )
+
+    def _margins(self) -> list[Line]:
+        lines = [Line(Tier.HOST, "Python and torch", PROCESS_BYTES)]
+        if self._is_cuda:
+            slack = int(ALLOCATOR_SLACK * max(self.moments.values()))
+            lines += [
+                Line(Tier.DEVICE, "workspace of matrix products", CUDA_WORKSPACE_BYTES),
+                Line(Tier.DEVICE, f"allocator slack ({ALLOCATOR_SLACK:.0%})", slack),
+                Line(Tier.DEVICE, "CUDA context", CUDA_CONTEXT_BYTES),
+            ]
+        return lines
+
+    def problems(self) -> list[str]:
+        """Return why it does not fit; empty if it does."""
+        node, found = self.inputs.node, []
+        if (
+            node.device_bytes is not None
+            and self._is_cuda
+            and self.device_bytes > node.device_bytes
+        ):
+            found.append(
+                f"each GPU needs {self.device_bytes} bytes at its peak ({self.peak_moment}), it has"
+                f" {node.device_bytes}: lower the batch or the sequence, use activation"
+                " checkpointing, or offload more"
+            )
+        if node.nvme_bytes is not None and self.nvme_bytes * node.gpus > node.nvme_bytes:
+            found.append(
+                f"a node's swap files need {self.nvme_bytes * node.gpus} bytes, its drives have"
+                f" {node.nvme_bytes}"
+            )
+        return found
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step of all ranks."""
+        batch = self.inputs.batch
+        return (
+            batch.samples
+            * self.inputs.model.tokens(batch.sequence)
+            * self.inputs.accumulation_steps
+            * self.inputs.node.world_size
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answer as plain data."""
+        inputs, node = self.inputs, self.inputs.node
+        done = operations(inputs)
+        return {
+            "model": {
+                "name": inputs.model.name,
+                "family": inputs.model.family,
+                "parameters": inputs.model.numel,
+                "active_parameters": inputs.model.active_numel,
+                "units": 1 + len(inputs.model.blocks),
+            },
+            "world_size": node.world_size,
+            "fits": not self.problems(),
+            "problems": self.problems(),
+            "rank": {
+                "device_bytes": self.device_bytes,
+                "device_tensor_bytes": self.tensor_bytes,
+                "device_peak_at": self.peak_moment,
+                "host_bytes": self.host_bytes,
+                "host_arena_bytes": self.memory.host_bytes,
+                "nvme_bytes": self.nvme_bytes,
+                "slots": self.memory.slots.count,
+                "slot_bytes": self.memory.slots.size_bytes,
+                "sub_groups": len(self.memory.sub_groups),
+                "lines": [
+                    {
+                        "tier": line.tier.value,
+                        "what": line.what,
+                        "bytes": line.size_bytes,
+                        "at_peak": line.at_peak,
+                    }
+                    for line in self.lines()
+                ],
+            },
+            "node": {
+                "host_bytes": self.host_bytes * node.gpus,
+                "nvme_bytes": self.nvme_bytes * node.gpus,
+                "nvme_read_bytes_per_step": self.traffic.total_read_bytes * node.gpus,
+                "nvme_written_bytes_per_step": self.traffic.total_written_bytes * node.gpus,
+            },
+            "step": {
+                "lower_bound_s": self.time.lower_bound,
+                "binding": self.time.binding,
+                "parts_s": dict(self.time.parts),
+                "expected_s": self.time.expected,
+                "tokens": self.tokens_per_step,
+                "flops_per_micro_batch": done.total if done is not None else None,
+            },
+            "wear": {
+                "written_bytes_per_step": self.wear.written_bytes_per_step,
+                "drive_writes_per_day": self.wear.drive_writes_per_day,
+                "steps_until_worn": self.wear.steps_until_worn,
+                "days_until_worn": self.wear.days_until_worn,
+            },
+        }
+
+
+_NOTHING = Activations(0, 0, 0, 0, 0)
+
+
+def estimate(inputs: PlanInputs) -> Estimate:
+    """Return what each rank takes of each tier, and how long a step is at least.
+
+    Limits of device and drives are not enforced: see `Estimate.problems`.
+
+    Raises:
+        PlanError: if the host budget cannot hold what must rest there; it names the smallest one
+            that can.
+    """
+    return estimate_placed(inputs, place(inputs))
+
+
+def place(inputs: PlanInputs) -> MemoryPlan:
+    """Return what rests where; it does not depend on the batch, but on its number of parts.
+
+    Raises:
+        PlanError: if the host budget cannot hold what must rest there.
+    """
+    request = placement_request(inputs)
+    everything = max(in_play_bytes(request), minimum_host_bytes(request))
+    return plan_placement(request, rank_budget(inputs, everything))
+
+
+def estimate_placed(inputs: PlanInputs, memory: MemoryPlan, known: Moved | None = None) -> Estimate:
+    """Return the estimate of inputs that are placed already.
+
+    Args:
+        inputs: what is planned.
+        memory: where it rests.
+        known: what a step moves, if that was found out before.
+    """
+    known = known or moved(memory, inputs.accumulation_steps, inputs.commit_steps)
+    time = step_time(inputs, memory, known)
+    return Estimate(
+        inputs=inputs,
+        memory=memory,
+        activations=activations(inputs.model, inputs.batch, inputs.element),
+        time=time,
+        wear=wear(inputs, known, time),
+        moved=known,
+    )

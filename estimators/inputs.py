@@ -1,0 +1,203 @@
+"""What a plan is made from: a model, how it is trained, and what a node gives."""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+from dataclasses import dataclass, field
+
+from estimators.activations import Batch
+from estimators.formats import ElementType, GenericRule, StateFormat, UpdateRule
+from estimators.hardware import Bandwidths, bandwidths_of
+from estimators.models import ModelShape, ParameterShape
+from estimators.placement import Budget, PlanError
+from estimators.segments import PlacementRequest, SegmentSpec, Tier
+from estimators.start import StartTensor, start_bytes
+
+ROOT_UNIT = "<root>"
+NVME_ALIGNMENT_BYTES = 4096
+"""Alignment of extents; a file system that asks for more is refused when the file is made."""
+
+
+class DeviceKind(enum.Enum):
+    """Where forward and backward run."""
+
+    CPU = "cpu"
+    """The device is host memory as well."""
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What each node has; None means that no limit is known."""
+
+    device: DeviceKind = DeviceKind.CUDA
+    gpus: int = 1
+    """Devices, and so ranks, of a node."""
+    count: int = 1
+    device_bytes: int | None = None
+    """Memory of each device."""
+    host_bytes: int | None = None
+    """Host budget of the node; None holds everything that may rest there."""
+    nvme_bytes: int | None = None
+    bandwidths: Bandwidths = field(default_factory=lambda: bandwidths_of(None))
+    drive_bytes: int | None = None
+    """Size of the node's drives, for drive writes a day; None takes `nvme_bytes`."""
+    rated_written_bytes: float | None = None
+    """What the drives may write in their life (TBW)."""
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.count < 1:
+            raise ValueError(
+                f"a plan needs at least one device on at least one node, got {self.gpus} and"
+                f" {self.count}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.gpus * self.count
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """Everything that an estimate follows from; plain data."""
+
+    model: ModelShape
+    node: Node = field(default_factory=Node)
+    batch: Batch = field(default_factory=Batch)
+    accumulation_steps: int = 1
+    element: ElementType = ElementType.BF16
+    gradient_element: ElementType | None = None
+    parameter_tier: Tier = Tier.DEVICE
+    optimizer_tier: Tier = Tier.DEVICE
+    state_format: StateFormat = StateFormat.EXACT
+    sub_group_numel: int = 1_000_000_000
+    slot_count: int | None = None
+    max_host_parameter_numel: int | None = None
+    trains: bool = True
+    stage: int = 3
+    """ZeRO stage; below 3 each rank has all parameters in full, on the device."""
+    rule: UpdateRule | GenericRule = UpdateRule.ADAMW
+    format_overrides: tuple[tuple[str, StateFormat], ...] = ()
+    """Patterns of names, and how the state of parameters is stored that match; the first counts."""
+    is_durable: bool = False
+    commit_steps: int = 1
+    """Steps between two commits of a durable run."""
+    device_budget_bytes: int | None = None
+    """What a rank may put on a GPU, activations aside: what is spare of it takes what would rest
+    below (`tiers.device_memory`); None moves nothing up."""
+    updates_on_device: bool = True
+    """Whether a GPU updates what rests below it; else the processor does."""
+    built_on_meta: bool = True
+    """Whether parameters get their values only when they are sharded."""
+    built_element: ElementType = ElementType.FP32
+    """Type in which the model is built."""
+
+    def __post_init__(self) -> None:
+        if self.accumulation_steps < 1:
+            raise ValueError(
+                f"accumulation_steps must be at least 1, got {self.accumulation_steps}"
+            )
+
+
+def units_of(model: ModelShape) -> list[tuple[str, list[ParameterShape]]]:
+    """Return the units of a model as `zero.units` forms them: the root unit, then each block."""
+    units: dict[str, list[ParameterShape]] = {name: [] for name in ("", *model.blocks)}
+    for each in model.parameters:
+        units[each.block].append(each)
+    return [(name or ROOT_UNIT, members) for name, members in units.items()]
+
+
+def state_format_of(inputs: PlanInputs, parameter: ParameterShape) -> StateFormat | None:
+    """Return how the state of a parameter is stored, None being as for the rest of the model.
+
+    The same as `zero.state_formats` decides: the first override that matches counts; without one
+    `compact` keeps embeddings and parameters of one dimension exact.
+    """
+    usual = inputs.state_format
+    if inputs.element is not ElementType.BF16 or not inputs.trains:
+        return None
+    chosen = usual
+    if usual is StateFormat.COMPACT and (len(parameter.shape) < 2 or parameter.is_embedding):
+        chosen = StateFormat.EXACT
+    for pattern, other in inputs.format_overrides:
+        if fnmatch.fnmatchcase(parameter.name, pattern):
+            chosen = other
+            break
+    return None if chosen is usual else chosen
+
+
+def segments_of(inputs: PlanInputs) -> tuple[SegmentSpec, ...]:
+    """Return the segments of a model that is trained as a whole, in one parameter group."""
+    segments: list[SegmentSpec] = []
+    for index, (name, members) in enumerate(units_of(inputs.model)):
+        keyed: dict[StateFormat | None, list[ParameterShape]] = {}
+        for each in members:
+            keyed.setdefault(state_format_of(inputs, each), []).append(each)
+        segments += [
+            SegmentSpec(
+                unit=name,
+                unit_index=index,
+                names=tuple(each.name for each in chosen),
+                numels=tuple(each.numel for each in chosen),
+                element=inputs.element,
+                trainable=inputs.trains,
+                param_group=0,
+                gradient_element=inputs.gradient_element,
+                state_format=kept,
+            )
+            for kept, chosen in keyed.items()
+        ]
+    return tuple(segments)
+
+
+def placement_request(inputs: PlanInputs) -> PlacementRequest:
+    """Return what the allocator is asked to place for one rank."""
+    segments = segments_of(inputs)
+    world_size, gpus = inputs.node.world_size, inputs.node.gpus
+    cap = inputs.max_host_parameter_numel
+    is_host = inputs.node.device is DeviceKind.CPU
+    built = inputs.built_element.size_bytes
+    tensors = [
+        [StartTensor(each.numel, built * each.numel, inputs.built_on_meta) for each in members]
+        for _, members in units_of(inputs.model)
+    ]
+    shards = [each.layout(world_size).shard_numel for each in segments]
+    return PlacementRequest(
+        segments=segments,
+        world_size=world_size,
+        parameter_tier=inputs.parameter_tier,
+        optimizer_tier=inputs.optimizer_tier,
+        state_format=inputs.state_format,
+        sub_group_numel=inputs.sub_group_numel,
+        alignment_bytes=NVME_ALIGNMENT_BYTES,
+        trains=inputs.trains,
+        max_host_parameter_numel=cap // gpus if cap is not None else None,
+        start_bytes=start_bytes(tensors, shards, world_size) if is_host else 0,
+        slot_count=inputs.slot_count,
+        micro_batches=inputs.accumulation_steps,
+        rates=inputs.node.bandwidths.drive,
+        durable=inputs.is_durable,
+        device_is_host=is_host,
+        update_on_device=(
+            not is_host and inputs.updates_on_device and isinstance(inputs.rule, UpdateRule)
+        ),
+        replicates=inputs.stage < 3,
+        rule=inputs.rule,
+    )
+
+
+def rank_budget(inputs: PlanInputs, in_play_bytes: int) -> Budget:
+    """Return one rank's share of the budgets; limits of the machine are looked at later.
+
+    Raises:
+        PlanError: if the share is nothing.
+    """
+    node = inputs.node
+    if node.host_bytes is None:
+        return Budget(in_play_bytes, inputs.device_budget_bytes, ranks=node.gpus)
+    share = node.host_bytes // node.gpus
+    if share <= 0:
+        raise PlanError(f"{node.host_bytes} bytes of host memory for {node.gpus} ranks are nothing")
+    return Budget(share, inputs.device_budget_bytes, ranks=node.gpus)

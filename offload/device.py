@@ -1,0 +1,296 @@
+"""Where the model computes, and how bytes get there and back: host memory itself, or a GPU.
+
+[Note: copies] The device works in one order, that of the calls which issue its work. A copy between
+host and device memory runs beside it: it begins once the work issued before it is done, and its
+fence says when it has ended.
+1. Work that reads what a copy brings is issued after `Device.join` of its fence; the host waits for
+   nothing then.
+2. Host memory that a copy reads must not change, and what it writes must not be read, before the
+   host has waited for its fence. Copies into the device are done in order, and so are those out of
+   it; between both directions only a fence orders.
+3. Device memory that a copy reads or writes is freed or overwritten by work that is issued after
+   `Device.join` of its fence.
+A slot keeps the fence of the last copy that used it, and whoever takes it next waits.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from aio_ops import HostArena, PinnedArena, Span
+from estimators import ElementType
+from offload.arrays import clear_bytes, copy_bytes, tensor_at, tensor_span, torch_dtype
+
+_LINE_BYTES = 64
+_SUM_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
+"""Spreads small differences over all bits of a wrapping sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes on a device that is not the host, kept alive by their tensor, shape `[bytes]`."""
+
+    bytes: torch.Tensor
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes there are."""
+        return self.bytes.numel()
+
+    def sub(self, offset_bytes: int, size_bytes: int) -> DeviceMemory:
+        """Return a part of this memory, with the same owner."""
+        if offset_bytes < 0 or size_bytes < 0 or offset_bytes + size_bytes > self.size_bytes:
+            raise ValueError(
+                f"bytes {offset_bytes} to {offset_bytes + size_bytes} are not inside"
+                f" {self.size_bytes} bytes of device memory"
+            )
+        return DeviceMemory(self.bytes[offset_bytes : offset_bytes + size_bytes])
+
+
+Memory: TypeAlias = Span | DeviceMemory
+"""Where a section, a shard or a flat buffer lies."""
+
+
+def elements_at(memory: Memory, element: ElementType, numel: int) -> torch.Tensor:
+    """View the first `numel` elements of host or device memory as a tensor, shape `[numel]`."""
+    if isinstance(memory, Span):
+        return tensor_at(memory, element, numel)
+    return memory.bytes[: numel * element.size_bytes].view(torch_dtype(element))
+
+
+def clear_memory(memory: Memory) -> None:
+    """Set every byte to zero."""
+    if isinstance(memory, Span):
+        clear_bytes(memory)
+    else:
+        memory.bytes.zero_()
+
+
+class Fence(abc.ABC):
+    """When one copy, and all of its direction before it, have ended."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Wait, on the host, until the copy has ended."""
+
+    @abc.abstractmethod
+    def done(self) -> bool:
+        """Tell whether the copy has ended."""
+
+
+class _Passed(Fence):
+    """A copy that was over when it was asked for."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def done(self) -> bool:
+        """Tell that it is over."""
+        return True
+
+
+PASSED: Fence = _Passed()
+
+
+def last_of(earlier: Fence, later: Fence) -> Fence:
+    """Return the fence behind two copies of one direction, the later one perhaps no copy at all."""
+    return earlier if later is PASSED else later
+
+
+class Device(abc.ABC):
+    """A place where models compute; see [Note: copies]."""
+
+    torch_device: torch.device
+    is_host: bool
+    """Whether device memory is host memory: nothing is copied then."""
+
+    def __init__(self) -> None:
+        self.copied_bytes = {"in": 0, "out": 0}
+        """Bytes copied from host memory to the device, and back."""
+
+    @abc.abstractmethod
+    def copy(self, source: Memory, target: Memory, after: Fence = PASSED) -> Fence:
+        """Start to copy all of `source` to `target`, which has as many bytes.
+
+        `after` is a copy of the other direction that must have ended before.
+        """
+
+    @abc.abstractmethod
+    def join(self, fence: Fence) -> None:
+        """Let the work that is issued from here on begin after a copy has ended."""
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Wait, on the host, until no copy is in flight."""
+
+    @abc.abstractmethod
+    def arena(self, size_bytes: int) -> HostArena:
+        """Return host memory that copies are fast from and to."""
+
+    def marking(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002  nobody looks
+        """Name what a block does for profilers of the device."""
+        return contextlib.nullcontext()
+
+    def memory_of(self, tensor: torch.Tensor) -> Memory:
+        """Return the memory of a contiguous tensor of this device."""
+        if self.is_host:
+            return tensor_span(tensor)
+        if not tensor.is_contiguous() or tensor.device != self.torch_device:
+            raise ValueError(
+                f"a contiguous tensor on {self.torch_device} is needed, got {tensor.device} with"
+                f" strides {tensor.stride()}"
+            )
+        return DeviceMemory(tensor.detach().reshape(-1).view(torch.uint8))
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor on the device, shape `[numel]`, with any values."""
+        return torch.empty(numel, dtype=dtype, device=self.torch_device)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of zeros on the device, shape `[numel]`."""
+        return torch.zeros(numel, dtype=dtype, device=self.torch_device)
+
+
+class HostDevice(Device):
+    """The processor: device memory is host memory, and a copy is over when it was made."""
+
+    torch_device = torch.device("cpu")
+    is_host = True
+
+    def copy(self, source: Memory, target: Memory, after: Fence = PASSED) -> Fence:  # noqa: ARG002  nothing is in flight
+        """Copy now."""
+        if not isinstance(source, Span) or not isinstance(target, Span):
+            raise TypeError("memory of another device was given to the processor")
+        copy_bytes(source, target, source.size_bytes)
+        return PASSED
+
+    def join(self, fence: Fence) -> None:
+        """Do nothing: every copy has ended."""
+
+    def settle(self) -> None:
+        """Do nothing: every copy has ended."""
+
+    def arena(self, size_bytes: int) -> HostArena:
+        """Return plain memory that forked children may read."""
+        return HostArena(size_bytes, inherited=True)
+
+
+class CudaDevice(Device):
+    """A GPU, with a stream for copies in and one for copies out beside that of its work."""
+
+    is_host = False
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.torch_device = torch.device("cuda", index)
+        self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+
+    def copy(self, source: Memory, target: Memory, after: Fence = PASSED) -> Fence:
+        """Copy on the stream of the direction; within the device in the order of its work."""
+        if source.size_bytes != target.size_bytes:
+            raise ValueError(f"cannot copy {source.size_bytes} bytes to {target.size_bytes}")
+        if not source.size_bytes:
+            return PASSED
+        if isinstance(source, Span) and isinstance(target, Span):
+            after.wait()
+            copy_bytes(source, target, source.size_bytes)
+            return PASSED
+        if isinstance(source, DeviceMemory) and isinstance(target, DeviceMemory):
+            self.join(after)
+            target.bytes.copy_(source.bytes)
+            return PASSED
+        way = "in" if isinstance(source, Span) else "out"
+        self.copied_bytes[way] += source.size_bytes
+        stream = self._in if way == "in" else self._out
+        stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        if isinstance(after, _CudaFence):
+            stream.wait_event(after.event)
+        with torch.cuda.stream(stream):
+            _bytes(target).copy_(_bytes(source), non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+        return _CudaFence(event)
+
+    def marking(self, what: str) -> AbstractContextManager[None]:
+        """Put an NVTX range around a block."""
+        marked: AbstractContextManager[None] = torch.cuda.nvtx.range(what)
+        return marked
+
+    def join(self, fence: Fence) -> None:
+        """Let the current stream wait; the host does not."""
+        if isinstance(fence, _CudaFence):
+            torch.cuda.current_stream(self.torch_device).wait_event(fence.event)
+
+    def settle(self) -> None:
+        """Wait for both streams of copies."""
+        self._in.synchronize()
+        self._out.synchronize()
+
+    def arena(self, size_bytes: int) -> HostArena:
+        """Return memory that is registered with CUDA, or plain memory and a warning."""
+        try:
+            return PinnedArena(size_bytes, device=self.torch_device.index)
+        except OSError as error:
+            warnings.warn(
+                f"host memory is not pinned: {error.strerror}. Training goes on, with slower copies"
+                " to the GPU",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return HostArena(size_bytes)
+
+
+class _CudaFence(Fence):
+    """An event behind a copy."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
+def _bytes(memory: Memory) -> torch.Tensor:
+    if isinstance(memory, DeviceMemory):
+        return memory.bytes
+    return torch.frombuffer(memory.view(), dtype=torch.uint8)
+
+
+def open_cuda_device(index: int) -> Device:
+    """Return a GPU to compute on."""
+    return CudaDevice(index)
+
+
+class DeviceChecksums:
+    """Checksums of the bits of ranges of a flat tensor on a device, computed there.
+
+    A line is 64 bytes. The 8-byte words of a line are added, then the lines with a weight each:
+    whatever changes a line shows, unless it only moves words within it.
+    """
+
+    def __init__(self, flat: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+        """Take ranges of elements that begin at a line each; what follows one stays as it is."""
+        size = flat.element_size()
+        bounds = [
+            [start * size // _LINE_BYTES, -(-stop * size // _LINE_BYTES)] for start, stop in ranges
+        ]
+        self._bounds = torch.tensor(bounds, dtype=torch.int64).view(-1, 2).to(flat.device)
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the checksums, int64, shape `[ranges]`, on the device; the host waits for none."""
+        lines = flat.view(torch.int64).view(-1, _LINE_BYTES // 8).sum(1)
+        weights = (2 * torch.arange(lines.numel(), device=flat.device) + 1) * _SUM_FACTOR
+        running = torch.nn.functional.pad((lines * weights).cumsum(0), (1, 0))
+        return running[self._bounds[:, 1]] - running[self._bounds[:, 0]]

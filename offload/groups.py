@@ -1,0 +1,272 @@
+"""Read or write a whole sub-group with one page-in or page-out, wherever its sections rest."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from aio_ops import Engine, HostArena
+from estimators import CODE_BLOCK_NUMEL, Section, SubGroup
+from offload.arrays import clear_bytes
+from offload.host_view import HostView
+from offload.ranges import (
+    Field,
+    _lend,
+    _sections,
+    _stored,
+    copy_field,
+    has_codes,
+    put_field,
+    sections_set_by,
+)
+from offload.slots import Slot
+from offload.store import Store
+from offload.transfers import JointTicket
+
+
+class Rest(enum.Enum):
+    """What sections hold beside what is being set."""
+
+    KEPT = "kept"
+    """What they hold already."""
+    ZERO = "zero"
+    NONE = "none"
+    """Nothing: every element is set."""
+
+
+class GroupReader:
+    """The fields of one sub-group, as long as it is lent."""
+
+    def __init__(self, store: Store, group: SubGroup, slot: Slot | None) -> None:
+        self._store = store
+        self._group = group
+        self._view = HostView(store, group, slot)
+
+    def copy(self, field: Field, first: int, target: torch.Tensor) -> None:
+        """Fill `target` from element `first` of the sub-group on, in the field's type."""
+        copy_field(self._store, self._group, self._view, field, (first, target))
+
+
+class GroupWriter:
+    """The fields of one sub-group, as long as it is lent; each element is set, in order.
+
+    Moments that rest in codes are encoded by whole blocks: what a block lacks so far waits.
+    """
+
+    def __init__(self, store: Store, group: SubGroup, view: HostView) -> None:
+        self._store = store
+        self._group = group
+        self._view = view
+        self._waiting: dict[Field, tuple[int, torch.Tensor]] = {}
+        self._has_codes = has_codes(store, group)
+
+    def put(self, field: Field, first: int, values: torch.Tensor) -> None:
+        """Set elements from `first` of the sub-group on, and what follows from them."""
+        if field in (Field.EXP_AVG, Field.EXP_AVG_SQ) and self._has_codes:
+            first, values = self._whole_blocks(field, first, values)
+        if values.numel():
+            put_field(self._store, self._group, self._view, field, (first, values))
+
+    def finish(self) -> None:
+        """Set what waits."""
+        for field, (first, values) in self._waiting.items():
+            if values.numel():
+                put_field(self._store, self._group, self._view, field, (first, values))
+        self._waiting.clear()
+
+    def _whole_blocks(
+        self, field: Field, first: int, values: torch.Tensor
+    ) -> tuple[int, torch.Tensor]:
+        """Return whole blocks, zeros where nothing was set between; keep the rest."""
+        block = first // CODE_BLOCK_NUMEL * CODE_BLOCK_NUMEL
+        start, earlier = self._waiting.get(field, (block, torch.zeros(0)))
+        gap = torch.zeros(first - start - earlier.numel())
+        joined = torch.cat([earlier, gap, values])
+        whole = joined.numel() // CODE_BLOCK_NUMEL * CODE_BLOCK_NUMEL
+        self._waiting[field] = (start + whole, joined[whole:].clone())
+        return start, joined[:whole]
+
+
+@contextmanager
+def read_group(
+    store: Store, group: SubGroup, fields: Collection[Field], following: Iterable[SubGroup] = ()
+) -> Iterator[GroupReader]:
+    """Lend a sub-group for reading some fields; what follows is read ahead.
+
+    Raises:
+        PageError: if a page-in failed.
+    """
+    store.require_intact()
+    wanted = _sections(fields)
+    slot = _lend(store, group, wanted)
+    try:
+        if slot is not None and store.pager is not None:
+            for other in following:
+                if other.extent is None or not _reads(store, other, wanted):
+                    continue
+                if not store.pager.read_ahead(other.extent, _reads(store, other, wanted)):
+                    break
+        yield GroupReader(store, group, slot)
+    finally:
+        if slot is not None and store.pager is not None:
+            store.pager.release(slot)
+
+
+@contextmanager
+def write_group(
+    store: Store,
+    group: SubGroup,
+    fields: Collection[Field],
+    *,
+    keeps: bool,
+    is_covered: bool = False,
+) -> Iterator[GroupWriter]:
+    """Lend a sub-group for setting some fields; it is written when the block is left.
+
+    Args:
+        store: the shards of this rank.
+        group: the sub-group.
+        fields: what will be set.
+        keeps: whether the sections hold something beside these fields that must stay.
+        is_covered: whether every element will be set; else, unless it is kept, the rest is zero.
+
+    Raises:
+        PageError: if a transfer failed.
+    """
+    store.require_intact()
+    store.before_change(group)
+    store.parameter_version += 1
+    changed = frozenset(
+        section for field in fields for section in sections_set_by(store, group, field)
+    )
+    paged = frozenset(section for section in changed if group.on_nvme(section))
+    rest = Rest.KEPT if keeps else Rest.NONE if is_covered else Rest.ZERO
+    slot = _lend_to_set(store, group, changed, rest)
+    try:
+        view = HostView(store, group, slot)
+        if rest is not Rest.KEPT:
+            for section in changed - paged:
+                memory = view.span(section, reads=False)
+                if rest is Rest.ZERO:
+                    clear_bytes(memory)
+        writer = GroupWriter(store, group, view)
+        yield writer
+        writer.finish()
+        for section in changed - paged:
+            view.put_back(section)
+    except BaseException:
+        if slot is not None and store.pager is not None:
+            store.pager.release(slot)
+        raise
+    if slot is not None and store.pager is not None:
+        store.pager.page_out(slot, paged)
+        if Section.STATE in paged:
+            store.written_states.add(group.index)
+
+
+def _lend_to_set(
+    store: Store, group: SubGroup, changed: frozenset[Section], rest: Rest
+) -> Slot | None:
+    """Return a slot in which sections can be set, with what stays of them, or zeros."""
+    paged = [section for section in changed if group.on_nvme(section)]
+    if rest is Rest.KEPT or not paged or group.extent is None or store.pager is None:
+        return _lend(store, group, changed)
+    slot = store.pager.blank(group.extent)
+    if rest is Rest.ZERO:
+        for section in paged:
+            clear_bytes(slot.section(section))
+    return slot
+
+
+class ExtentReader:
+    """Reads sub-groups beside the pager, for whoever copies while training goes on.
+
+    What rests on NVMe is read from its extent into memory of this reader's own, a sub-group ahead.
+    Nothing may write the sub-groups meanwhile, see `Store.before_change`.
+    """
+
+    def __init__(
+        self, store: Store, io: Engine, plan: Sequence[tuple[SubGroup, Collection[Field]]]
+    ) -> None:
+        self._store = store
+        self._io = io
+        self._plan = list(plan)
+        self._slots: list[Slot] = []
+        paged = [self._span_of(group, fields)[1] for group, fields in self._plan]
+        self._arena: HostArena | None = None
+        if any(paged):
+            largest = max(
+                group.extent.size_bytes for group, _ in self._plan if group.extent is not None
+            )
+            self._arena = HostArena(2 * largest)
+            self._slots = [Slot(index, self._arena.carve(largest)) for index in range(2)]
+        self._ahead: tuple[Slot, JointTicket] | None = None
+
+    def read(self) -> Iterator[tuple[SubGroup, Collection[Field], GroupReader]]:
+        """Yield each sub-group with a reader that is valid until the next one.
+
+        Raises:
+            TransferError: if a read failed.
+        """
+        for position, (group, fields) in enumerate(self._plan):
+            slot = self._finish(group, fields, position)
+            yield group, fields, GroupReader(self._store, group, slot)
+
+    def close(self) -> None:
+        """Give the memory up."""
+        if self._ahead is not None:
+            self._io.drain()
+            self._ahead = None
+        if self._arena is not None:
+            self._arena.close()
+
+    def _finish(self, group: SubGroup, fields: Collection[Field], position: int) -> Slot | None:
+        slot = None
+        if self._span_of(group, fields)[1]:
+            slot, ticket = self._ahead or self._start(position)
+            self._ahead = None
+            ticket.wait()
+            for section in _sections(fields):
+                if group.on_nvme(section) and not _stored(self._store, group, section):
+                    clear_bytes(slot.section(section))
+        elif group.extent is not None and self._slots:
+            slot = self._slots[position % 2]
+            slot.extent = group.extent
+            for section in _sections(fields):
+                if group.on_nvme(section):
+                    clear_bytes(slot.section(section))
+        following = position + 1
+        if following < len(self._plan) and self._span_of(*self._plan[following])[1]:
+            self._ahead = self._start(following)
+        return slot
+
+    def _start(self, position: int) -> tuple[Slot, JointTicket]:
+        group, fields = self._plan[position]
+        slot, file = self._slots[position % 2], self._store.swap_file
+        if group.extent is None or file is None:
+            raise RuntimeError("nothing of this sub-group rests on NVMe")
+        slot.extent = group.extent
+        sections = _reads(self._store, group, _sections(fields))
+        second = self._store.copies.second(group.extent, sections)  # as `before_change` guards it
+        tickets = [
+            self._io.submit_read(file, place, slot.span.sub(start, size))
+            for place, start, size in group.extent.pieces(sections, second)
+        ]
+        return slot, JointTicket(tickets)
+
+    def _span_of(self, group: SubGroup, fields: Collection[Field]) -> tuple[int, int]:
+        """Return where the stored sections lie in the extent: offset and bytes."""
+        if group.extent is None:
+            return 0, 0
+        return group.extent.span(_reads(self._store, group, _sections(fields)))
+
+
+def _reads(store: Store, group: SubGroup, wanted: frozenset[Section]) -> frozenset[Section]:
+    """Return the sections that NVMe holds values of, and those that lie between them."""
+    reads = frozenset(section for section in wanted if _stored(store, group, section))
+    if {Section.GRADIENT, Section.STATE} <= reads and group.on_nvme(Section.PARAMETER):
+        reads |= {Section.PARAMETER}
+    return reads

@@ -1,0 +1,244 @@
+"""The kernels on a device: the calls of `offload.kernels.Kernels` on tensors, with the same bits.
+
+[Note: device kernels] A call works in place, on the current stream of the tensors' device, and
+waits for nothing. Tensors are 1-D and contiguous; bf16 and fp16 are torch's own types, a residual
+is int16. Triton serves where it and CUDA are; elsewhere each operation is one torch operation,
+whose results IEEE fixes: square roots are taken in fp64, which makes them correctly rounded in
+fp32, and a divisor is a tensor, because torch multiplies by the reciprocal of a number.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from offload.codes import RoundingKey
+from offload.kernel_calls import Kept, Operands, check_base_count, update_operands
+from offload.operands import StateArrays
+from offload.rules import AdamWScalars, UpdateScalars
+
+DeviceKernelKind: TypeAlias = Literal["auto", "triton", "torch"]
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class DeviceKernels(Protocol):
+    """Kernels on tensors of one device; see [Note: device kernels].
+
+    A wrong type raises TypeError; a wrong length, layout, device or overlap raises ValueError.
+    """
+
+    @property
+    def name(self) -> str:
+        """Return which implementation this is: "triton" or "torch"."""
+
+    def update(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: StateArrays,
+        scalars: UpdateScalars,
+        key: RoundingKey | None = None,
+    ) -> None:
+        """Update parameters and their state in place by the rule of the scalars."""
+
+    def adamw_fp32(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        scalars: AdamWScalars,
+    ) -> None:
+        """Update fp32 parameters, which are their own master, and their moments in place."""
+
+    def adamw_exact(
+        self,
+        param: Tensor,
+        residual: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        scalars: AdamWScalars,
+    ) -> None:
+        """Update bf16 parameters, the residuals that complete them to fp32, and the moments."""
+
+    def adamw_master(
+        self,
+        param: Tensor,
+        master: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        scalars: AdamWScalars,
+    ) -> None:
+        """Update fp32 masters and their moments, and write the 16-bit parameters from them."""
+
+    def split_master(self, master: Tensor, param: Tensor, residual: Tensor) -> None:
+        """Write each master as a bf16 parameter and its residual, a NaN made quiet first."""
+
+    def join_master(self, param: Tensor, residual: Tensor, master: Tensor) -> None:
+        """Write the masters that parameters and residuals are together."""
+
+    def round_to_fp16(self, master: Tensor, out: Tensor) -> None:
+        """Write each master as the fp16 nearest to it, a NaN as the quiet one with its sign."""
+
+    def block_sums(self, values: Tensor, first_index: int) -> Tensor:
+        """Return the fp64 sums of squares of the norm's blocks, shape [block], on the device."""
+
+
+def add_block_sums(sums: Iterable[float]) -> float:
+    """Add sums of blocks in their order, which gives what `Kernels.sum_squares` returns."""
+    total = 0.0
+    for each in sums:
+        total += each
+    return total
+
+
+def check_tensors(
+    *,
+    written: Mapping[str, tuple[Tensor, tuple[torch.dtype, ...]]],
+    read: Mapping[str, tuple[Tensor, tuple[torch.dtype, ...]]],
+) -> None:
+    """Raise TypeError or ValueError unless a kernel may run on these named tensors."""
+    operands = {**written, **read}
+    for name, (tensor, dtypes) in operands.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in dtypes:
+            names = " or ".join(str(dtype) for dtype in dtypes)
+            raise TypeError(f"{name} must hold {names}, got {tensor.dtype}")
+        if tensor.ndim != 1 or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous with 1 dimension, got shape {tuple(tensor.shape)} with"
+                f" strides {tensor.stride()}; pass a contiguous flat view"
+            )
+    _check_alike(operands)
+    for name, (tensor, _) in written.items():
+        for other_name, (other, _) in operands.items():
+            if other_name != name and _overlap(tensor, other):
+                raise ValueError(f"{name} and {other_name} share memory; pass separate tensors")
+
+
+def _check_alike(operands: Mapping[str, tuple[Tensor, tuple[torch.dtype, ...]]]) -> None:
+    if len({tensor.numel() for tensor, _ in operands.values()}) > 1:
+        lengths = ", ".join(f"{name} {tensor.numel()}" for name, (tensor, _) in operands.items())
+        raise ValueError(f"all tensors must have one length, got {lengths}")
+    if len({tensor.device for tensor, _ in operands.values()}) > 1:
+        devices = ", ".join(f"{name} {tensor.device}" for name, (tensor, _) in operands.items())
+        raise ValueError(f"all tensors must be on one device, got {devices}")
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    start, other_start = one.data_ptr(), other.data_ptr()
+    return (
+        start < other_start + other.numel() * other.element_size()
+        and other_start < start + one.numel() * one.element_size()
+    )
+
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "uint16": torch.uint16,
+}
+
+
+def _gradient_dtypes(kept: Kept, param: Tensor) -> tuple[torch.dtype, ...]:
+    if kept is Kept.OWN:
+        return (torch.float32,)
+    is_fp16 = isinstance(param, Tensor) and param.dtype is torch.float16
+    return (torch.float16 if is_fp16 and kept is Kept.MASTER else torch.bfloat16, torch.float32)
+
+
+def check_device_update(
+    kept: Kept,
+    operands: tuple[Tensor, Tensor],
+    state: StateArrays,
+    scalars: UpdateScalars,
+    key: RoundingKey | None,
+) -> None:
+    """Raise TypeError or ValueError unless an update may run on parameter, gradient and state."""
+    param, grad = operands
+    written, bases = update_operands(kept, param, state, scalars, key)
+
+    def typed(found: Operands) -> dict[str, tuple[Tensor, tuple[torch.dtype, ...]]]:
+        return {
+            name: (value, tuple(_DTYPES[kind] for kind in kinds))
+            for name, (value, kinds) in found.items()
+        }
+
+    check_tensors(written=typed(written), read={"grad": (grad, _gradient_dtypes(kept, param))})
+    if bases:
+        check_tensors(written=typed(bases), read={})
+        check_base_count(param.numel(), {name: each.numel() for name, (each, _) in bases.items()})
+
+
+def check_split(master: Tensor, param: Tensor, residual: Tensor) -> None:
+    """Raise TypeError or ValueError unless `split_master` may run on these tensors."""
+    check_tensors(
+        written={"param": (param, (torch.bfloat16,)), "residual": (residual, (torch.int16,))},
+        read={"master": (master, (torch.float32,))},
+    )
+
+
+def check_join(param: Tensor, residual: Tensor, master: Tensor) -> None:
+    """Raise TypeError or ValueError unless `join_master` may run on these tensors."""
+    check_tensors(
+        written={"master": (master, (torch.float32,))},
+        read={"param": (param, (torch.bfloat16,)), "residual": (residual, (torch.int16,))},
+    )
+
+
+def check_fp16(master: Tensor, out: Tensor) -> None:
+    """Raise TypeError or ValueError unless `round_to_fp16` may run on these tensors."""
+    check_tensors(
+        written={"out": (out, (torch.float16,))}, read={"master": (master, (torch.float32,))}
+    )
+
+
+def check_norm(values: Tensor, first_index: int) -> None:
+    """Raise TypeError or ValueError unless `block_sums` may run on `values`."""
+    check_tensors(written={}, read={"values": (values, (torch.float32, *HALVES))})
+    if first_index < 0:
+        raise ValueError(f"first_index counts elements of one parameter from 0, got {first_index}")
+
+
+def triton_unavailable_reason(device: torch.device) -> str | None:
+    """Return why the Triton kernels cannot run on a device, or None if they can."""
+    if device.type != "cuda":
+        return f"they need a CUDA device, the tensors are on {device}"
+    if torch.version.hip is not None:
+        return "their bits are only known on NVIDIA devices, this torch is built for ROCm"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    return None
+
+
+def load_device_kernels(device: torch.device, kind: DeviceKernelKind = "auto") -> DeviceKernels:
+    """Return the kernels for tensors of a device; auto takes Triton's where they can run.
+
+    Raises:
+        RuntimeError: if Triton's are asked for and cannot run.
+        ValueError: if there is no such kind.
+    """
+    if kind not in ("auto", "triton", "torch"):
+        raise ValueError(f'kind must be "auto", "triton" or "torch", got {kind!r}')
+    reason = triton_unavailable_reason(device)
+    if kind == "triton" and reason is not None:
+        raise RuntimeError(f'the Triton kernels cannot run: {reason}; ask for kind="torch"')
+    if kind == "torch" or reason is not None:
+        from offload.kernels_torch import TorchDeviceKernels
+
+        return TorchDeviceKernels()
+    from offload.kernels_triton import TritonKernels
+
+    return TritonKernels()

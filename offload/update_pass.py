@@ -1,0 +1,105 @@
+"""What one pass of the update works with, on the host or on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from estimators import SubGroup
+from offload.codes import RoundingKey
+from offload.generic import GenericStep
+from offload.kernels import Kernels
+from offload.kernels_device import DeviceKernels
+from offload.operands import StateArrays, Values
+from offload.rules import UpdateScalars
+from offload.state import update_sub_group
+from offload.store import Store
+
+GradientPieces = Sequence[tuple[int, Values]]
+"""(where in the shard, values): gradients of a segment that are not in one array."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPiece:
+    """The part of one parameter that lies in a shard."""
+
+    name: str
+    first: int
+    """First element of the parameter that lies in the shard."""
+    start: int
+    """Where that element lies in the shard."""
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What the random bits of lossy formats depend on: seed, step, parameter and element."""
+
+    seed: int
+    step: int
+    pieces: Sequence[Sequence[NamedPiece]]
+    """Of each segment, in the order of its shard."""
+
+    def parts(
+        self, segment: int, low: int, high: int
+    ) -> Iterator[tuple[int, int, RoundingKey | None]]:
+        """Yield `(start, stop, key)` of what lies in elements `[low, high)` of a shard."""
+        for piece in self.pieces[segment]:
+            start, stop = max(low, piece.start), min(high, piece.start + piece.numel)
+            while start < stop:
+                first = piece.first + start - piece.start
+                end = min(stop, start + (1 << 32) - first % (1 << 32))
+                yield start, end, RoundingKey.derive(self.seed, self.step, piece.name, first)
+                start = end
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePass:
+    """One pass of the update over all sub-groups."""
+
+    store: Store
+    scalars: Sequence[UpdateScalars | GenericStep]
+    rounding: Rounding | None
+    pieces_of: Callable[[int], GradientPieces | None]
+    """Gives the gradients of a segment that its caller keeps, or None."""
+
+    def __post_init__(self) -> None:
+        request = self.store.plan.request
+        lossy = [spec.name for spec in request.segments if request.rounds(spec)]
+        if lossy and self.rounding is None:
+            raise ValueError(f"{lossy[0]} is stored in a lossy format; pass what it rounds by")
+
+    def parts(
+        self, group: SubGroup, low: int, high: int
+    ) -> Iterable[tuple[int, int, RoundingKey | None]]:
+        """Return what one call of the kernel updates of elements `[low, high)` of a shard."""
+        request = self.store.plan.request
+        if self.rounding is None or not request.rounds(request.segments[group.segment]):
+            return [(low, high, None)]
+        return self.rounding.parts(group.segment, low, high)
+
+    def update(
+        self,
+        kernels: Kernels | DeviceKernels,
+        group: SubGroup,
+        operands: tuple[Values, StateArrays],
+        pieces: GradientPieces,
+    ) -> None:
+        """Update parameters and state of a sub-group, in place, from gradients in the shard.
+
+        What lies between pieces is padding, which is zero and stays so.
+        """
+        parameter, state = operands
+        scalars = self.scalars[self.store.plan.request.segments[group.segment].param_group]
+        for start, gradient in pieces:
+            low, high = max(start, group.start), min(start + len(gradient), group.stop)
+            for first, stop, key in self.parts(group, low, high) if low < high else ():
+                inside = slice(first - group.start, stop - group.start)
+                update_sub_group(
+                    kernels,
+                    parameter[inside],
+                    gradient[first - start : stop - start],
+                    state.part(inside),
+                    scalars,
+                    key,
+                )

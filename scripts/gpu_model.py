@@ -1,0 +1,110 @@
+"""The model of the GPU benchmark: Llama-shaped, 1.364 B parameters as configured by default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the usual name
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model; the defaults are the benchmark's."""
+
+    hidden: int = 2048
+    layers: int = 24
+    vocabulary: int = 32000
+    length: int = 1024
+    head_width: int = 128
+
+    @property
+    def inner(self) -> int:
+        """Width of the MLP."""
+        return int(self.hidden * 2.75) // 128 * 128
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.head_width = shape.head_width
+        for name in ("query", "key", "value", "output"):
+            setattr(self, name, nn.Linear(shape.hidden, shape.hidden, bias=False))
+
+    def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Return the mixed values."""
+        batch, length, hidden = x.shape
+        heads = (batch, length, -1, self.head_width)
+        q, k, v = (
+            each(x).view(heads).transpose(1, 2) for each in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(rotate(q, turn), rotate(k, turn), v, is_causal=True)
+        return self.output(mixed.transpose(1, 2).reshape(batch, length, hidden))
+
+
+class Block(nn.Module):
+    """Attention and a gated MLP, each behind a norm."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.hidden, eps=1e-6)
+        self.attention = Attention(shape)
+        self.mlp_norm = nn.RMSNorm(shape.hidden, eps=1e-6)
+        self.gate = nn.Linear(shape.hidden, shape.inner, bias=False)
+        self.up = nn.Linear(shape.hidden, shape.inner, bias=False)
+        self.down = nn.Linear(shape.inner, shape.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Return the input of the next block."""
+        x = x + self.attention(self.attention_norm(x), turn)
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    """A language model that returns its loss; embedding and head are separate, as in the peer's."""
+
+    def __init__(self, shape: Shape, *, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.shape = shape
+        self.checkpoints = checkpoints
+        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=1e-6)
+        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+        with torch.no_grad():
+            for module in self.modules():
+                if isinstance(module, nn.Linear | nn.Embedding):
+                    module.weight.normal_(std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of predicting each token from those before it."""
+        x = self.embedding(tokens)
+        turn = turns(tokens.shape[1], self.shape.head_width, x)
+        for block in self.blocks:
+            x = (
+                checkpoint(block, x, turn, use_reentrant=False)
+                if self.checkpoints
+                else block(x, turn)
+            )
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def turns(length: int, width: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of the rotary angles, shape `[length, width]`."""
+    steps = torch.arange(0, width, 2, device=like.device).float() / width
+    angles = torch.outer(torch.arange(length, device=like.device).float(), 10000.0**-steps)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Turn pairs of features by the angles of their positions."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * turn[0] + turned * turn[1]

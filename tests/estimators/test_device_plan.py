@@ -1,0 +1,109 @@
+"""Plans beside a device with memory of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from estimators import (
+    Budget,
+    ElementType,
+    MemoryPlan,
+    PlacementRequest,
+    Section,
+    SegmentSpec,
+    StateFormat,
+    Tier,
+    plan_placement,
+)
+from estimators.placement import PlanError
+from estimators.records import DEVICE_BUFFER_COUNT, STAGED_BYTES, section_bytes
+
+MILLION = 1_000_000
+GB = 1_000_000_000
+
+
+def request(
+    parameters: Tier = Tier.DEVICE, optimizer: Tier = Tier.HOST, *, update_on_device: bool = True
+) -> PlacementRequest:
+    segments = tuple(
+        SegmentSpec(
+            unit=f"unit{index}",
+            unit_index=index,
+            names=(f"unit{index}.weight",),
+            numels=(numel,),
+            element=ElementType.BF16,
+            trainable=True,
+            param_group=0,
+        )
+        for index, numel in enumerate((2 * MILLION, 20 * MILLION, 20 * MILLION, 20 * MILLION))
+    )
+    return PlacementRequest(
+        segments,
+        1,
+        parameters,
+        optimizer,
+        StateFormat.EXACT,
+        GB,
+        4096,
+        device_is_host=False,
+        update_on_device=update_on_device,
+    )
+
+
+def tiers(plan: MemoryPlan, section: Section) -> list[Tier | None]:
+    return [plan.segment_tier(index, section) for index in range(len(plan.request.segments))]
+
+
+def test_sub_groups_fit_a_staging_buffer() -> None:
+    plan = plan_placement(request(), Budget(GB))
+    for group in plan.sub_groups:
+        spec = plan.request.segments[group.segment]
+        assert sum(section_bytes(plan.request, spec, group.numel).values()) <= STAGED_BYTES
+    assert len(plan.by_segment[1]) > 1
+    assert 0 < plan.device_buffer_bytes <= STAGED_BYTES
+
+
+def test_what_rests_on_the_host_is_not_used_in_place() -> None:
+    there, elsewhere = request(Tier.DEVICE), request(Tier.HOST)
+    assert all(plan_placement(there, Budget(GB)).is_in_place(index) for index in range(4))
+    plan = plan_placement(elsewhere, Budget(GB))
+    assert not any(plan.is_in_place(index) for index in range(4))
+    # The root, the unit that computes, the one before and the one that is copied in.
+    assert plan.live_parameter_bytes == pytest.approx(2 * 62 * MILLION, rel=0.001)
+    on_host = dataclasses.replace(elsewhere, device_is_host=True, update_on_device=False)
+    assert plan_placement(on_host, Budget(GB)).live_parameter_bytes == 0
+
+
+def test_an_update_by_the_processor_is_staged_in_the_host_budget() -> None:
+    by_processor = request(Tier.DEVICE, Tier.DEVICE, update_on_device=False)
+    plan = plan_placement(by_processor, Budget(GB))
+    assert plan.host_bytes == plan.staging_bytes > 0
+    assert plan.device_buffer_bytes == 0
+    with pytest.raises(PlanError, match="host_memory gives this rank 1000 bytes"):
+        plan_placement(by_processor, Budget(1000))
+    assert plan_placement(request(Tier.DEVICE, Tier.DEVICE), Budget(1000)).host_bytes == 0
+
+
+@pytest.mark.parametrize("spare", [0, 100 * MILLION, 200 * MILLION, GB])
+def test_spare_device_memory_is_spent_on_whole_segments_and_never_exceeded(spare: int) -> None:
+    asked = request(Tier.HOST, Tier.NVME)
+    least = plan_placement(asked, Budget(300 * MILLION)).device_bytes
+    plan = plan_placement(asked, Budget(300 * MILLION, least + spare))
+    assert plan.device_bytes <= least + spare
+    found = [tier for section in Section for tier in tiers(plan, section)]
+    assert (Tier.DEVICE in found) == (spare > 0)
+    if spare == GB:
+        assert set(found) == {Tier.DEVICE}
+        assert plan.swap_file_bytes == 0
+    unknown = plan_placement(asked, Budget(300 * MILLION))
+    assert Tier.DEVICE not in [tier for section in Section for tier in tiers(unknown, section)]
+
+
+def test_buffers_of_the_update_count_where_they_are_the_peak() -> None:
+    small = request(Tier.DEVICE, Tier.HOST)
+    plan = plan_placement(small, Budget(GB))
+    resident = plan.resident_section_bytes(Tier.DEVICE, Section.PARAMETER)
+    passing = max(plan.gradient_scratch_bytes, DEVICE_BUFFER_COUNT * plan.device_buffer_bytes)
+    assert plan.device_bytes == resident + passing

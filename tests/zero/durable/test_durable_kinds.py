@@ -1,0 +1,56 @@
+"""Durable runs of every stage, state format and update rule resume with the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero
+from tests.support.durable import begin, durable_config, expected, make_noisy, run_step, state_of
+
+KINDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "bf16 state": ("nvme", {"tiers": {"state_format": "bf16"}}),
+    "compact state": ("nvme", {"tiers": {"state_format": "compact"}}),
+    "lion": ("nvme", {"optimizer": {"type": "Lion", "params": {"lr": 1e-2}}}),
+    "sgd": ("device", {"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}}),
+    "stage 0": ("device", {"zero_optimization": {"stage": 0}}),
+    "stage 2": ("master on host", {"zero_optimization": {"stage": 2}}),
+}
+
+
+def config_of(place: Path, kind: str, name: str | None) -> dict[str, Any]:
+    mix, changes = KINDS[kind]
+    config = durable_config(str(place), name, mix)
+    for section, values in changes.items():
+        config[section] = values if section == "optimizer" else {**config[section], **values}
+    return config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_of_every_kind_resumes_with_the_same_bits(tmp_path: Path, kind: str) -> None:
+    wanted = expected(config_of(tmp_path, kind, None), 4)
+    engine = begin(config_of(tmp_path, kind, "run"))
+    run_step(engine)
+    run_step(engine)
+    engine.destroy()
+    again = begin(config_of(tmp_path, kind, "run"), seed=6)
+    assert again.durable is not None
+    assert again.durable.resumed is not None
+    assert state_of(again) == wanted[2]
+    run_step(again)
+    run_step(again)
+    assert state_of(again) == wanted[4]
+    again.destroy()
+
+
+def test_an_optimizer_that_cannot_be_resumed_is_refused_at_the_start(tmp_path: Path) -> None:
+    config = durable_config(str(tmp_path), "run", "device")
+    del config["optimizer"], config["scheduler"]
+    model = make_noisy()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    with pytest.raises(zero.ConfigError, match="RMSprop carries more from step to step"):
+        zero.initialize(model=model, optimizer=torch.optim.RMSprop(trained), config=config)
+    assert not (tmp_path / "run").exists()

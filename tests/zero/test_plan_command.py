@@ -1,0 +1,179 @@
+"""`python -m zero plan` and `fit` as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aio_ops.tune.command import main as tune
+from estimators.estimate import estimate
+from tests.support.configs import make_config
+from zero.config.__main__ import main as check_config
+from zero.plan_command import _parser, main
+from zero.plan_inputs import ask, plan_inputs
+
+MACHINE = ["--gpu", "24GB", "--host", "64GB", "--nvme", "1TB"]
+OFFLOADED = ["--offload-param", "nvme", "--offload-optimizer", "nvme", "--checkpointing"]
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    code = main([*arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_as_json_is_the_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "llama-3.2-1b", *MACHINE, *OFFLOADED, "--seq", "512", "--tbw", "600TB"]
+    code, found = run_json(capsys, *arguments)
+    options = _parser().parse_args(arguments)
+    made = estimate(plan_inputs(options, ask(options)))
+    assert code == 0
+    assert found == json.loads(json.dumps(made.to_dict()))
+    assert found["model"]["parameters"] == 1_235_814_400
+    assert found["fits"]
+
+
+def test_a_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*MACHINE, *OFFLOADED, "--host", "8GB", "--tbw", "600TB"]
+    assert main(["plan", "llama-3.2-3b", *arguments]) == 0
+    printed = capsys.readouterr().out
+    for text in (
+        "llama-3.2-3b: 3.21 B parameters in 29 units",
+        "activations kept for the backward",
+        "CUDA context",
+        "It fits.",
+        "drive binds",
+        "drive writes a day",
+        "The rated 600 TB are written after",
+        "2.00 GB/s written (assumed)",
+        "tierzero-nvme-tune DIR --json",
+    ):
+        assert text in printed, text
+
+
+def test_what_does_not_fit_is_exit_1_and_what_is_wrong_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["plan", "llama-3-8b", "--gpu", "24GB", "--host", "64GB"]) == 1
+    assert "It does not fit: each GPU needs" in capsys.readouterr().out
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"zero_optimisation": {}}', encoding="utf-8")
+    for arguments, message in (
+        (["lama-3-8b"], "did you mean llama-3-8b"),
+        (["gpt2", "--gpu", "rtx4909"], "did you mean rtx4090"),
+        (["gpt2", "--host", "lots"], "'lots' is not a size"),
+        (["gpt2", "--config", str(bad)], "zero_optimization"),
+        (["gpt2", "--measured", str(tmp_path / "none.json")], "No such file"),
+        (["gpt2", *OFFLOADED, "--host", "550MB"], "host memory"),
+        (["gpt2", "--plot", "chart.jpg"], "a chart is a .png or an .html file"),
+    ):
+        assert main(["plan", *arguments]) == 2, arguments
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_plan_of_a_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    config = make_config(
+        parameters="nvme", optimizer="nvme", nvme_path="/tmp", dtype="bf16", host_memory="1GB"
+    )
+    file.write_text(json.dumps(config), encoding="utf-8")
+    code, found = run_json(capsys, "plan", "gpt2", "--config", str(file), "--seq", "128")
+    assert code == 0
+    assert 0.9e9 < found["rank"]["host_arena_bytes"] <= 1e9
+    assert found["rank"]["nvme_bytes"] > 0
+
+
+def test_a_fit_writes_a_configuration_that_gives_the_same_plan(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "fit.json"
+    arguments = ["llama-3.2-1b", "--gpu", "10GB", "--nvme", "1TB", "--seq", "1024"]
+    code, found = run_json(capsys, "fit", *arguments, "--host", "12GB", "--write", str(file))
+    assert code == 0
+    assert check_config(["check", str(file)]) == 0
+    capsys.readouterr()
+    best = found["choices"][0]
+    again = ["--checkpointing"] if "Checkpointing" in " ".join(found["notes"]) else []
+    code, planned = run_json(capsys, "plan", *arguments, "--config", str(file), *again)
+    assert code == 0
+    assert planned == best
+    assert planned["rank"]["nvme_bytes"] > 0
+    assert json.loads(file.read_text()) == found["configuration"]
+
+
+def test_a_fit_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "gpt2", "--gpu", "4GB", "--host", "1.5GB", "--nvme", "2GB",
+                 "--seq", "512"]) == 0  # fmt: skip
+    printed = capsys.readouterr().out
+    for text in (
+        "What fits, fastest first",
+        "What one more resource buys",
+        "twice the host memory",
+        '"zero_optimization": {',
+    ):
+        assert text in printed, text
+    assert main(["fit", "gpt2", "--gpu", "1GB", "--host", "2GB"]) == 1
+    assert "Nothing fits:" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_the_largest_models_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "gpt2", "--gpu", "4GB", "--host", "1.5GB", "--nvme", "2GB",
+                 "--seq", "512", "--largest"]) == 0  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "The largest of these widths: gpt2" in printed
+    assert "The largest by name:" in printed
+
+
+def test_charts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="charts as PNG need matplotlib")
+    arguments = ["plan", "llama-3.2-3b", *MACHINE, *OFFLOADED, "--host", "8GB"]
+    assert main([*arguments, "--plot", str(tmp_path / "a.png")]) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*arguments, "--plot", str(tmp_path / "a.html")]) == 0
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 3
+    assert "activations kept for the backward: " in page
+    assert "tiers.host_memory: " in page
+    capsys.readouterr()
+
+
+def test_the_module_is_a_command() -> None:
+    command = [sys.executable, "-m", "zero", "plan", "gpt2", "--seq", "128", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"]["parameters"] == 124_439_808
+
+
+def test_a_model_of_a_function_is_planned_without_activations(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "tests.support.tiny:make_model", "--host", "8GB"]) == 0
+    printed = capsys.readouterr().out
+    assert "only sizes are known" in printed
+    assert "activations kept" not in printed
+
+
+@pytest.mark.full
+@pytest.mark.nvme
+def test_rates_that_the_tuner_writes(
+    scratch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tune.json"
+    assert tune([str(scratch), "--json", str(file), "--seconds", "2", "--io_size", "64M"]) == 0
+    capsys.readouterr()
+    (directory,) = json.loads(file.read_text(encoding="utf-8"))["directories"]
+    code, found = run_json(
+        capsys, "plan", "gpt2", *OFFLOADED, "--host", "700MB", "--measured", str(file)
+    )
+    assert code == 0
+    read = found["node"]["nvme_read_bytes_per_step"]
+    written = found["node"]["nvme_written_bytes_per_step"]
+    assert read > 0
+    rates = {name: each["rate"]["high"] for name, each in directory["workloads"].items()}
+    turns = read / rates["read"] + written / rates["write"]
+    assert 0 < found["step"]["parts_s"]["drive"] <= turns * (1 + 1e-9)

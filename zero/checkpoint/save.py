@@ -1,0 +1,309 @@
+"""Save a checkpoint: every rank its own file, then one manifest, then one rename.
+
+[Note: saving ranks] The ranks meet once, before anything is written: they agree on the tag, and
+each reserves the space of its file. From then on they need no collective, so a save may run beside
+training. A rank that is done leaves its part of the manifest in the temporary folder, or a note
+that it failed; the first rank waits for all parts, joins them and commits. The others see the
+folder in its place, or why it will not come.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aio_ops import Engine, open_engine
+from zero.checkpoint.directory import (
+    PendingFolder,
+    check_tag,
+    prune,
+    replace_text,
+    write_synced,
+)
+from zero.checkpoint.layout import STATE_FIELDS, plan_file
+from zero.checkpoint.manifest import (
+    CLIENT,
+    DTYPE_CODES,
+    MANIFEST_NAME,
+    STATE,
+    FileEntry,
+    Manifest,
+    RankEntry,
+    TensorEntry,
+    manifest_text,
+    parse_rank,
+    rank_data,
+)
+from zero.checkpoint.rank_file import RankFile
+from zero.checkpoint.script import write_script
+from zero.errors import CheckpointError
+from zero.parameter import reference_of
+from zero.plain import to_plain
+from zero.run_state import RunState, capture
+
+if TYPE_CHECKING:
+    from zero.comm import Communicator
+    from zero.engine import ZeroEngine
+
+STALL_S = 600.0
+"""How long a rank waits for the others while none of their files changes."""
+_POLL_S = 0.02
+
+_BEST_ENGINES: dict[int, str] = {}
+"""What trying all engines on a file system has found; it takes longer than a small save."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What the user asked for."""
+
+    folder: Path
+    tag: str
+    client_state: Any
+    save_latest: bool = True
+    exclude_frozen: bool = False
+    keep_last: int | None = None
+
+
+class Save:
+    """One checkpoint that is being written by this rank."""
+
+    def __init__(self, engine: ZeroEngine, request: SaveRequest) -> None:
+        """Agree with the other ranks and reserve the space; nothing of the state is read yet.
+
+        Raises:
+            CheckpointError: if it cannot be saved; nothing is left behind.
+            NotPlainError: naming what cannot be written without pickle.
+            RankError: naming ranks that did not join.
+        """
+        check_tag(request.tag)
+        self.request = request
+        self._communicator = engine._runtime.communicator
+        self._communicator.join(f"saving checkpoint {request.tag} in {request.folder}")
+        self._tensors = describe_tensors(engine, exclude_frozen=request.exclude_frozen)
+        self._configuration = engine.configuration
+        client: dict[str, torch.Tensor] = {}
+        problem: Exception | None = None
+        try:
+            self._state: RunState = capture(engine)
+            self._client = to_plain(request.client_state, "client_state", client)
+            self._plan = plan_file(
+                engine._runtime,
+                {STATE: self._state.tensors, CLIENT: client},
+                _waiting(engine),
+                exclude_frozen=request.exclude_frozen,
+            )
+        except Exception as error:  # noqa: BLE001  told to the other ranks, then raised
+            problem = error
+        agree(self._communicator, problem, "prepare it")
+        nonce = torch.tensor([PendingFolder.new_nonce()])
+        self._communicator.broadcast(nonce, 0)
+        self._pending = PendingFolder(request.folder, request.tag, f"{int(nonce):016x}")
+        self._make_folder()
+        self.io = open_disk_engine(self._pending.path)
+        self.file = self._reserve()
+
+    def finish(self) -> Path:
+        """Write the rest of the file, and wait until the checkpoint is in its place.
+
+        Raises:
+            OSError: if a write failed.
+            CheckpointError: if another rank failed.
+        """
+        try:
+            entry = self.file.finish()
+            self._leave(f"{self._part(self._communicator.rank)}", self._rank_text(entry))
+            if self._communicator.rank == 0:
+                return self._commit()
+            return self._wait_for_commit()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            self.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks, and leave nothing."""
+        rank = self._communicator.rank
+        if self._communicator.world_size > 1 and self._pending.path.is_dir():
+            try:
+                self._leave(f"failed{rank:05}", f"rank {rank}: {type(error).__name__}: {error}")
+            except OSError:
+                return
+        if self._communicator.world_size == 1:
+            self._pending.abandon()
+        self._pending.release()
+
+    def close(self) -> None:
+        """Give memory, file and engine up."""
+        self.file.close()
+        self.io.close()
+
+    def _make_folder(self) -> None:
+        problem: Exception | None = None
+        if self._communicator.rank == 0:
+            try:
+                self._pending.make()
+            except (OSError, CheckpointError) as error:
+                problem = error
+        agree(self._communicator, problem, "make its folder")
+
+    def _reserve(self) -> RankFile:
+        problem: Exception | None = None
+        file: RankFile | None = None
+        try:
+            file = RankFile(
+                self._pending.path / file_name(self._communicator.rank), self._plan, self.io
+            )
+        except OSError as error:
+            problem = CheckpointError(
+                f"checkpoint {self.request.tag} needs {self._plan.size_bytes:,} bytes for this"
+                f" rank: {error.strerror or error}; nothing was written"
+            )
+        try:
+            agree(self._communicator, problem, "reserve its space")
+        except BaseException:
+            if file is not None:
+                file.close()
+            self.io.close()
+            self._communicator.barrier()
+            if self._communicator.rank == 0:
+                self._pending.abandon()
+            raise
+        if file is None:
+            raise RuntimeError("a rank without a file agreed to go on")
+        return file
+
+    def _rank_text(self, entry: FileEntry) -> str:
+        return json.dumps(rank_data(RankEntry(entry, self._state.data, self._client)))
+
+    def _part(self, rank: int) -> str:
+        return f"part{rank:05}.json"
+
+    def _leave(self, name: str, text: str) -> None:
+        replace_text(self._pending.path / name, text)
+
+    def _commit(self) -> Path:
+        world_size, path = self._communicator.world_size, self._pending.path
+        wanted = [path / self._part(rank) for rank in range(world_size)]
+        self._wait(lambda: all(each.is_file() for each in wanted), "their parts")
+        ranks = tuple(parse_rank(json.loads(each.read_bytes())) for each in wanted)
+        manifest = Manifest(
+            self._tensors, ranks, self._configuration, self.request.tag, tuple(STATE_FIELDS)
+        )
+        write_synced(path / MANIFEST_NAME, manifest_text(manifest).encode())
+        for each in wanted:
+            each.unlink()
+        final = self._pending.commit(save_latest=self.request.save_latest)
+        write_script(self.request.folder)
+        if self.request.keep_last is not None:
+            prune(self.request.folder, self.request.keep_last)
+        return final
+
+    def _wait_for_commit(self) -> Path:
+        self._wait(lambda: not self._pending.path.exists(), "the first rank to commit")
+        return self.request.folder / self.request.tag
+
+    def _wait(self, is_over: Callable[[], bool], what: str) -> None:
+        """Wait as long as something moves.
+
+        Raises:
+            CheckpointError: if another rank failed, or nothing moves.
+        """
+        path = self._pending.path
+        signature, since = _signature(path), time.monotonic()
+        while not is_over():
+            failed = sorted(path.glob("failed*"))
+            if failed:
+                raise CheckpointError(
+                    f"checkpoint {self.request.tag} was not saved: "
+                    + "; ".join(each.read_text(errors="replace") for each in failed)
+                )
+            found = _signature(path)
+            if found != signature:
+                signature, since = found, time.monotonic()
+            if time.monotonic() - since > STALL_S:
+                raise CheckpointError(
+                    f"checkpoint {self.request.tag} was not saved: rank {self._communicator.rank}"
+                    f" waited for {what}, and nothing has moved for {STALL_S:g} s; the ranks need"
+                    " one file system that all of them see"
+                )
+            time.sleep(_POLL_S)
+
+
+def open_disk_engine(directory: Path) -> Engine:
+    """Open the best engine for a folder; where nothing can be written, one of threads."""
+    device = directory.stat().st_dev
+    if device not in _BEST_ENGINES:
+        try:
+            engine = open_engine("auto", directory=directory)
+        except OSError:
+            return open_engine("threads")
+        _BEST_ENGINES[device] = engine.name
+        return engine
+    return open_engine(_BEST_ENGINES[device])
+
+
+def file_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank{rank:05}.safetensors"
+
+
+def describe_tensors(engine: ZeroEngine, *, exclude_frozen: bool) -> tuple[TensorEntry, ...]:
+    """Return every sharded parameter of a model, by its first name."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        if reference_of(parameter) is not None:
+            names.setdefault(id(parameter), []).append(name)
+    history = engine._history
+    found = []
+    for segment in engine._runtime.segments:
+        if exclude_frozen and not segment.spec.trainable:
+            continue
+        for member in segment.members:
+            waiting = history.dormant.get(id(member.parameter))
+            steps = history.steps_of(member.parameter) if segment.spec.trainable else None
+            if waiting is not None and not segment.spec.trainable:
+                steps = waiting.steps
+            found.append(
+                TensorEntry(
+                    member.name,
+                    tuple(member.parameter.shape),
+                    DTYPE_CODES[member.parameter.dtype],
+                    segment.spec.trainable,
+                    steps,
+                    tuple(each for each in names[id(member.parameter)] if each != member.name),
+                    segment.spec.unit,
+                )
+            )
+    return tuple(found)
+
+
+def _waiting(engine: ZeroEngine) -> dict[str, Any]:
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    return {names[key]: moments for key, moments in engine._history.dormant.items()}
+
+
+def agree(communicator: Communicator, problem: Exception | None, what: str) -> None:
+    """Raise this rank's problem, or say which other ranks have one; a collective."""
+    flags = communicator.gather_rows(torch.tensor([int(problem is not None)])).reshape(-1)
+    if problem is not None:
+        raise problem
+    failed = [rank for rank, flag in enumerate(flags.tolist()) if flag]
+    if failed:
+        raise CheckpointError(
+            f"the checkpoint was not saved: ranks {failed} could not {what}; they say why"
+        )
+
+
+def _signature(path: Path) -> tuple[tuple[str, int], ...]:
+    try:
+        return tuple(sorted((each.name, each.stat().st_mtime_ns) for each in path.iterdir()))
+    except FileNotFoundError:
+        return ()

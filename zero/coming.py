@@ -1,0 +1,82 @@
+"""Parameters that are copied to a device before their unit is unsharded.
+
+[Note: coming parameters] The flat buffer of a segment is filled while other units compute. It does
+not count before the unit is unsharded: touches go to the shard until then. If parameters changed
+since, what has come is old, and is copied again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offload import Store, pages_parameters
+from offload.device import PASSED, Fence
+
+if TYPE_CHECKING:
+    from zero.unit import Segment, Unit
+
+
+class ComingParameters:
+    """The copy that fills the flat buffer of one segment ahead of its use, if there is one."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._fence: Fence | None = None
+        self._version = 0
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether the flat buffer has memory though its parameters do not count."""
+        return self._fence is not None
+
+    def start(self, store: Store) -> None:
+        """Begin, if all of this rank's shard is in memory elsewhere."""
+        segment = self._segment
+        if segment.is_in_place or self.is_coming or pages_parameters(store, segment.index):
+            return
+        store.ledger.note("prefetch", segment.spec.name)
+        self._version = store.parameter_version
+        self._fence = read_flat(segment, store)
+
+    def take(self, store: Store) -> bool:
+        """Let the device's work wait for what comes; tell whether it came and is not old."""
+        fence, self._fence = self._fence, None
+        if fence is None:
+            return False
+        store.device.join(fence)
+        return self._version == store.parameter_version
+
+    def drop(self, store: Store) -> None:
+        """Free what has come and was not used."""
+        if self._fence is not None:
+            self.take(store)
+            self._segment.flat.untyped_storage().resize_(0)
+
+
+class UnitAhead:
+    """The one unit whose parameters are copied to a device ahead of their use."""
+
+    def __init__(self) -> None:
+        self._unit: Unit | None = None
+
+    def start(self, unit: Unit, store: Store) -> None:
+        """Begin with a unit; what came before and was not used is freed."""
+        if self._unit is not unit:
+            self.drop(store)
+        self._unit = unit
+        unit.prefetch(store)
+
+    def drop(self, store: Store) -> None:
+        """Free what has come and was not used."""
+        if self._unit is not None:
+            self._unit.drop_prefetched(store)
+            self._unit = None
+
+
+def read_flat(segment: Segment, store: Store) -> Fence:
+    """Give a flat buffer its memory and start to read this rank's shard into it."""
+    segment.flat.untyped_storage().resize_(segment.flat.numel() * segment.flat.element_size())
+    if not segment.flat.numel():
+        return PASSED
+    own = segment.communicator.own_slice(segment.flat)
+    return store.read_parameters(segment.index, store.device.memory_of(own))

@@ -1,0 +1,40 @@
+"""What a durable run tells of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What `zero.initialize` found and took up."""
+
+    name: str
+    step: int
+    sequence: int
+    read_bytes: int
+    seconds: float
+    fell_back: tuple[str, ...] = ()
+    """Why newer commits were not taken, a line for each."""
+    changes: tuple[str, ...] = ()
+    """What differs from the run that committed, and what was done, a line for each."""
+
+    def describe(self) -> str:
+        """Return it in one line, and one more for everything that was not as before."""
+        line = (
+            f"durable run {self.name!r}: resumed at step {self.step} (commit {self.sequence};"
+            f" {self.read_bytes:,} bytes read and checked in {self.seconds:.2f} s)"
+        )
+        return "\n".join((line, *self.fell_back, *self.changes))
+
+
+@dataclass(frozen=True, slots=True)
+class CommitReport:
+    """What the last commit was, and what it cost beyond training."""
+
+    step: int
+    sequence: int
+    resident_bytes: int
+    """Written from memory; what rests on NVMe had been written by the steps."""
+    manifest_bytes: int
+    seconds: float

@@ -1,0 +1,201 @@
+"""Optimizers without a kernel: any element-wise `torch.optim.Optimizer` runs on the flat slices.
+
+[Note: generic optimizers] What an optimizer keeps is found by running it on a small tensor before
+anything is planned: tensors of the parameter's shape become fields of the records, what has one
+element (a step count, a product of factors) is the same for all elements and is carried from step
+to step. The same trial shows whether it is element-wise: halves of the tensor must come out as in
+the whole. In a step the optimizer gets a copy of its group with one parameter, the fp32 master of a
+slice. In its first step it finds no state, so it starts state as it likes.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from estimators import EXTRA_FIELDS, GenericRule
+from offload import GenericStep
+from zero.errors import ConfigError
+
+Group = Mapping[str, Any]
+
+_TRIAL_SHAPE = (8, 8)
+_TRIAL_STEPS = 4
+# What selects an implementation; the plain one runs on slices.
+_PLAIN = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
+
+
+Since = Mapping[str, int]
+"""The tensors that are kept of each element, and the step, from 1, that makes each."""
+
+
+class GenericOptimizer:
+    """An element-wise optimizer object, run on one slice at a time."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.name = type(optimizer).__name__
+        self._worker = _bare_copy(optimizer)
+        self._since = [_find_state(self._worker, group) for group in optimizer.param_groups]
+        self.names = list(dict.fromkeys(name for since in self._since for name in since))
+        if len(self.names) > len(EXTRA_FIELDS):
+            raise ConfigError(
+                f"optimizer {self.name} keeps {len(self.names)} tensors of each parameter, and"
+                f" there is room for {len(EXTRA_FIELDS)}; {_WAY_OUT}"
+            )
+        self.rule = GenericRule(len(self.names))
+        self.defaults = dict(optimizer.defaults)
+        self._carried: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
+
+    def scalars(
+        self, index: int, group: Group, step: int, grad_scale: float, birth: int = 0
+    ) -> GenericStep:
+        """Return the step of a group, with the values that the group has now."""
+        key = (index, birth)
+        last, carried = self._carried.get(key, (0, {}))
+        while len(self._since) <= index:  # a group that was added later
+            self._since.append(_find_state(self._worker, group))
+        since = self._since[index]
+
+        def run(master: Tensor, gradient: Tensor, tensors: dict[str, Tensor]) -> None:
+            if last != step - 1:
+                raise RuntimeError(
+                    f"{self.name} is at step {step} of param_groups[{index}], and what it carries"
+                    f" from step to step is that of step {last}; it cannot go on from restored"
+                    " state in this version: use an optimizer with a kernel"
+                )
+            state: dict[str, Any] = copy.deepcopy(carried)
+            state.update({name: tensors[name] for name in since if since[name] < step})
+            after = _run(self._worker, group, (master, gradient), state)
+            self._carried[key] = (step, self._keep(after, tensors, since, step))
+
+        return GenericStep(run, self.names, grad_scale)
+
+    def _keep(
+        self, state: Mapping[str, Any], tensors: Mapping[str, Tensor], since: Since, step: int
+    ) -> dict[str, Any]:
+        """Copy the state of the elements to their fields and return the rest."""
+        rest = dict(state)
+        for name in since:
+            found = rest.pop(name, None)
+            if isinstance(found, Tensor) and found.data_ptr() != tensors[name].data_ptr():
+                tensors[name].copy_(found)
+        late = [name for name, value in rest.items() if _is_large(value)]
+        if late:
+            raise RuntimeError(
+                f"{self.name} made {late[0]!r} in step {step}; state must be made within the first"
+                f" {_TRIAL_STEPS} steps, so that there is memory for it"
+            )
+        return rest
+
+
+def refuse_generic(update: object, what: str) -> None:
+    """Refuse what would lose the state of an optimizer without a kernel.
+
+    Raises:
+        RuntimeError: naming the optimizer and the way out.
+    """
+    if isinstance(update, GenericOptimizer):
+        raise RuntimeError(
+            f"{what}: the state of {update.name}, which has no kernel, cannot be moved in this"
+            " version, and without it training would go on differently; use AdamW, Adam, Lion,"
+            " Adagrad or SGD, or save the weights alone (save_16bit_model)"
+        )
+
+
+def _bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an object of the same class and attributes, whose groups and state can be set."""
+    made: torch.optim.Optimizer = object.__new__(type(optimizer))
+    made.__dict__.update(optimizer.__dict__)
+    return made
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 1
+
+
+def _run(
+    worker: torch.optim.Optimizer,
+    group: Group,
+    operands: tuple[Tensor, Tensor],
+    state: dict[str, Any],
+) -> dict[str, Any]:
+    """Run the optimizer's own step on one parameter and return the state that it leaves."""
+    master, gradient = operands
+    parameter = nn.Parameter(master)
+    parameter.grad = gradient
+    plain = {key: value for key, value in _PLAIN.items() if key in group}
+    worker.param_groups = [{**group, **plain, "params": [parameter]}]
+    worker.state = collections.defaultdict(dict, {parameter: state})
+    step = type(worker).step
+    with torch.no_grad():
+        # Without the wrapper that torch puts around it: no hooks, no profiler ranges.
+        getattr(step, "__wrapped__", step)(worker)
+    if parameter.data_ptr() != master.data_ptr():
+        master.copy_(parameter.detach())
+    return dict(worker.state.get(parameter, {}))
+
+
+def _find_state(worker: torch.optim.Optimizer, given: Group) -> Since:
+    """Find what the optimizer keeps of each element, and that elements do not see each other.
+
+    Raises:
+        ConfigError: if it is not element-wise, or keeps what cannot be stored.
+    """
+    name = type(worker).__name__
+    group = {key: value for key, value in given.items() if key != "params"}
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(_TRIAL_SHAPE, generator=generator)
+    gradients = [torch.randn(_TRIAL_SHAPE, generator=generator) for _ in range(_TRIAL_STEPS)]
+    flat, slices = [each.flatten() for each in gradients], (slice(0, 24), slice(24, None))
+    try:
+        whole, found = _trial(worker, group, start, gradients)
+        parts = [
+            _trial(worker, group, start.flatten()[part], [each[part] for each in flat])[0]
+            for part in slices
+        ]
+    except Exception as error:
+        raise ConfigError(
+            f"optimizer {name} cannot run on slices of parameters: {type(error).__name__}: {error};"
+            f" {_WAY_OUT}"
+        ) from error
+    # Torch's vector and scalar code may differ by an ulp.
+    if not torch.allclose(whole.flatten(), torch.cat(parts), rtol=1e-5, atol=1e-6):
+        raise ConfigError(
+            f"optimizer {name} is not element-wise: it updates an element otherwise where it sees"
+            f" other elements of the tensor, and a rank has only a slice of it; {_WAY_OUT}"
+        )
+    return found
+
+
+_WAY_OUT = (
+    "use AdamW, Adam, Lion, Adagrad or SGD, which have kernels, or an element-wise optimizer, such"
+    " as torch.optim.RMSprop"
+)
+
+
+def _trial(
+    worker: torch.optim.Optimizer, group: Group, start: Tensor, gradients: Sequence[Tensor]
+) -> tuple[Tensor, dict[str, int]]:
+    """Run a few steps on a tensor; return it, and the state of its shape with its first step."""
+    master = start.clone()
+    state: dict[str, Any] = {}
+    found: dict[str, int] = {}
+    for step, gradient in enumerate(gradients, start=1):
+        state = _run(worker, group, (master, gradient.clone()), state)
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or value.numel() == 1:
+                continue
+            if value.shape != master.shape:
+                raise ValueError(
+                    f"its state {key!r} has the shape {tuple(value.shape)} for a parameter of"
+                    f" {tuple(master.shape)}"
+                )
+            if value.dtype is not torch.float32:
+                raise TypeError(f"its state {key!r} is {value.dtype}; torch.float32 can be stored")
+            found.setdefault(key, step)
+    return master, found

@@ -1,0 +1,71 @@
+"""Writes that only checksums show, and when a device is asked for them.
+
+[Note: late comparison] To compare checksums that lie on a device, the host would have to wait for
+it at the end of each window. So there they are compared on the device, what differs is kept, and
+the host asks at the step, where it waits for the norm anyway, before anything is updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+if TYPE_CHECKING:
+    from zero.unit import Segment
+    from zero.units import ManagedParameter
+
+Checksums: TypeAlias = list[int] | torch.Tensor
+"""One of each parameter; on a device they stay there until they are compared."""
+
+
+def differing(segment: Segment, old: Checksums, positions: Sequence[int]) -> list[int]:
+    """Return at which of some positions the checksum is another one now."""
+    if not len(old):
+        return []
+    new = segment.checksums(positions)
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        before = old if len(positions) == len(old) else old[list(positions)]
+        found = (before != new).tolist()
+    else:
+        found = [old[each] != value for each, value in zip(positions, new, strict=True)]
+    return [each for each, is_new in zip(positions, found, strict=True) if is_new]
+
+
+def differing_members(segment: Segment, checksums: Checksums) -> list[ManagedParameter]:
+    """Return the parameters whose values have another checksum now."""
+    positions = range(len(segment.members))
+    return [segment.members[each] for each in differing(segment, checksums, positions)]
+
+
+def require_no_late_differences(segments: Sequence[Segment]) -> None:
+    """Refuse to go on if parameters on a device were written in a window that has ended.
+
+    Raises:
+        RuntimeError: naming the parameters, because the change is lost.
+    """
+    waiting = [(each, each.late_differences) for each in segments]
+    found = [(each, flags) for each, flags in waiting if flags is not None]
+    if not found:
+        return
+    for segment, _ in found:
+        segment.late_differences = None
+    written = torch.cat([flags for _, flags in found]).tolist()
+    names = [member.name for segment, _ in found for member in segment.members]
+    lost = [name for name, is_written in zip(names, written, strict=True) if is_written]
+    if lost:
+        raise RuntimeError(
+            f"parameters {', '.join(lost)} were changed in place (by `.data` or an alias) while"
+            " their unit was unsharded, and the change is lost; change them inside"
+            " `with zero.GatheredParameters(parameters, modifier_rank=0):`"
+        )
+
+
+def differences(segment: Segment) -> torch.Tensor | None:
+    """Return, on the device, which masters are older than their parameters, if any may be."""
+    known = segment._checksums
+    if not (segment._has_masters and isinstance(known, torch.Tensor) and len(known)):
+        return None
+    new = segment.checksums()
+    return known != new if isinstance(new, torch.Tensor) else None

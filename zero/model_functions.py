@@ -1,0 +1,81 @@
+"""A model that `module:function` names, built on `meta`, and the field's commands that use it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from estimators import command
+from estimators.field import ModelSize, size_of
+from estimators.models import ModelError, ModelShape, ParameterShape
+from zero.units import find_blocks
+
+
+def build_on_meta(source: str) -> nn.Module:
+    """Return the model that `module:function` builds; it takes no memory for parameters.
+
+    Raises:
+        ModelError: if the function does not return a module.
+        ImportError: if there is no such module.
+        AttributeError: if the module has no such function.
+    """
+    name, _, function = source.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does; an installed command starts without it
+    make = getattr(importlib.import_module(name), function)
+    with torch.device("meta"):
+        model = make()
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{source} returned {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def shape_of(model: nn.Module, name: str) -> ModelShape:
+    """Return the parameters of a built model, with the repeated blocks that units are formed of.
+
+    What two blocks share, or a block and the rest, belongs to the root.
+    """
+    owners: dict[int, set[str]] = {}
+    inside: set[int] = set()
+    for block, module in find_blocks(model):
+        for each in module.modules():
+            inside.add(id(each))
+            for parameter in each.parameters(recurse=False):
+                owners.setdefault(id(parameter), set()).add(block)
+    for module in model.modules():
+        if id(module) not in inside:
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), set()).add("")
+    tables = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for parameter in module.parameters(recurse=False)
+    }
+    parameters = []
+    for path, parameter in model.named_parameters():
+        found = owners[id(parameter)]
+        block = next(iter(found)) if len(found) == 1 else ""
+        shape = tuple(parameter.shape)
+        parameters.append(ParameterShape(path, shape, block, id(parameter) in tables))
+    return ModelShape(name, type(model).__name__, tuple(parameters))
+
+
+def _measure(source: str) -> ModelSize:
+    return size_of(build_on_meta(source))
+
+
+def main_zero2(arguments: Sequence[str] | None = None) -> int:
+    """Run the command `estimate_zero2_model_states_mem_needs`."""
+    return command.main(2, arguments, _measure)
+
+
+def main_zero3(arguments: Sequence[str] | None = None) -> int:
+    """Run the command `estimate_zero3_model_states_mem_needs`."""
+    return command.main(3, arguments, _measure)

@@ -1,0 +1,197 @@
+"""From a command line and a configuration to the plain inputs of a plan."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from estimators import DriveRates, ElementType, StateFormat, Tier
+from estimators.activations import AttentionKind, Batch
+from estimators.command import is_function
+from estimators.fit import budget_of
+from estimators.hardware import Bandwidths, Gpu, bandwidths_of, measured, parse_gpu
+from estimators.inputs import DeviceKind, Node, PlanInputs
+from estimators.models import ModelShape, load_model
+from estimators.words import parse_bytes
+from zero import machine
+from zero.config import ConfigError, load_config
+from zero.config.loading import ConfigWarning
+from zero.model_functions import build_on_meta, shape_of
+from zero.optimizer import rule_of
+from zero.settings import NvmeSettings, Settings
+from zero.swap_paths import nvme_budget
+
+ELEMENTS = {"bf16": ElementType.BF16, "fp16": ElementType.FP16, "fp32": ElementType.FP32}
+TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+FORMATS = {each.value: each for each in StateFormat}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model, and what the command line says of the machine."""
+
+    model: ModelShape
+    node: Node
+    host_memory_bytes: int
+    """All memory of the node."""
+    host_source: str
+
+
+def find_model(source: str) -> ModelShape:
+    """Return the model that a command names.
+
+    Raises:
+        ModelError: if there is none.
+    """
+    if is_function(source):
+        return shape_of(build_on_meta(source), source)
+    return load_model(source)
+
+
+def ask(options: argparse.Namespace) -> Asked:
+    """Return the model and the machine that the options describe.
+
+    Raises:
+        ValueError: if a size, a GPU or a file of rates cannot be read.
+    """
+    model = find_model(options.model)
+    gpu = _gpu(options)
+    given = parse_bytes(options.host) if options.host else None
+    available = machine.available_host_bytes() if given is None else given
+    source = "--host" if given is not None else "this machine's available memory"
+    node = Node(
+        device=DeviceKind.CPU if gpu is None else DeviceKind.CUDA,
+        gpus=options.gpus,
+        count=options.nodes,
+        device_bytes=gpu.memory_bytes or None if gpu is not None else None,
+        nvme_bytes=parse_bytes(options.nvme) if options.nvme else None,
+        bandwidths=_bandwidths(options, gpu),
+        drive_bytes=parse_bytes(options.drive_size) if options.drive_size else None,
+        rated_written_bytes=parse_bytes(options.tbw) if options.tbw else None,
+    )
+    return Asked(model, node, available, source)
+
+
+def _gpu(options: argparse.Namespace) -> Gpu | None:
+    if options.gpu is None:
+        return replace(parse_gpu("0"), name="unnamed GPU")
+    return None if options.gpu.lower() == "cpu" else parse_gpu(options.gpu)
+
+
+def _bandwidths(options: argparse.Namespace, gpu: Gpu | None) -> Bandwidths:
+    found = bandwidths_of(gpu)
+    if options.measured is not None:
+        found = measured(found, Path(options.measured))
+    if options.nvme_read or options.nvme_write:
+        read = parse_bytes(options.nvme_read or options.nvme_write)
+        written = parse_bytes(options.nvme_write or options.nvme_read)
+        drive = DriveRates(float(read), float(written), "given")
+        found = replace(found, drive=drive, mixed_bytes_per_s=None)
+    return found
+
+
+def read_settings(path: str, world_size: int, hidden: int) -> Settings:
+    """Return the settings of a configuration file, without its warnings.
+
+    Raises:
+        ConfigError: if it is not valid.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigWarning)
+        return load_config(path, hidden_size=hidden or None).settings(world_size)
+
+
+def plan_inputs(options: argparse.Namespace, asked: Asked) -> PlanInputs:
+    """Return the inputs of a plan: a configuration's where there is one, options before it.
+
+    Raises:
+        ConfigError: if the configuration is not valid.
+        ValueError: if options do not go together.
+    """
+    batch = Batch(
+        options.batch or 1,
+        options.seq,
+        AttentionKind(options.attention),
+        options.checkpointing,
+    )
+    inputs = PlanInputs(asked.model, asked.node, batch, element=ELEMENTS[options.dtype or "bf16"])
+    if options.config is not None:
+        settings = read_settings(options.config, asked.node.world_size, asked.model.hidden)
+        inputs = _configured(inputs, settings, options)
+    inputs = _overridden(inputs, options)
+    if inputs.node.host_bytes is None:
+        budget = budget_of(asked.host_memory_bytes, inputs.node.gpus)
+        inputs = replace(inputs, node=replace(inputs.node, host_bytes=budget))
+    return inputs
+
+
+def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namespace) -> PlanInputs:
+    tiers = settings.tiers
+    node = inputs.node
+    capacity = nvme_budget(tiers.nvme, 1, 4096) if tiers.nvme else None
+    node = replace(
+        node,
+        host_bytes=tiers.host_memory_bytes,
+        nvme_bytes=node.nvme_bytes if node.nvme_bytes is not None else capacity,
+        bandwidths=_with_given(node.bandwidths, tiers.nvme, options),
+    )
+    samples = options.batch or settings.batch.micro_batch_size
+    return replace(
+        inputs,
+        node=node,
+        batch=replace(inputs.batch, samples=samples),
+        accumulation_steps=settings.batch.accumulation_steps,
+        element=ELEMENTS[options.dtype] if options.dtype else settings.element or inputs.element,
+        gradient_element=settings.gradient_element,
+        parameter_tier=settings.parameter_offload.tier,
+        optimizer_tier=settings.optimizer_offload.tier,
+        state_format=tiers.state_format,
+        sub_group_numel=settings.sub_group_numel,
+        slot_count=tiers.slot_count,
+        max_host_parameter_numel=settings.parameter_offload.max_host_numel,
+        device_budget_bytes=None
+        if tiers.device_memory_bytes is None
+        else tiers.device_memory_bytes // node.gpus,
+        updates_on_device=tiers.update_device != "cpu",
+        stage=settings.stage,
+        rule=rule_of(settings.optimizer),
+        format_overrides=tuple(
+            (each.pattern, each.state_format) for each in tiers.format_overrides
+        ),
+        is_durable=tiers.durable is not None,
+        commit_steps=tiers.durable.every_steps if tiers.durable is not None else 1,
+    )
+
+
+def _with_given(
+    found: Bandwidths, nvme: tuple[NvmeSettings, ...], options: argparse.Namespace
+) -> Bandwidths:
+    """Return rates with those that the configuration gives, unless the command line does."""
+    if options.measured or options.nvme_read or options.nvme_write:
+        return found
+    rates = [
+        (each.read_bytes_per_s, each.write_bytes_per_s)
+        for each in nvme
+        if each.read_bytes_per_s is not None and each.write_bytes_per_s is not None
+    ]
+    if not rates or len(rates) < len(nvme):
+        return found
+    read, written = (float(sum(column)) for column in zip(*rates, strict=True))
+    return replace(found, drive=DriveRates(read, written, "given"))
+
+
+def _overridden(inputs: PlanInputs, options: argparse.Namespace) -> PlanInputs:
+    if options.accumulation is not None:
+        inputs = replace(inputs, accumulation_steps=options.accumulation)
+    if options.offload_param is not None:
+        inputs = replace(inputs, parameter_tier=TIERS[options.offload_param])
+    if options.offload_optimizer is not None:
+        inputs = replace(inputs, optimizer_tier=TIERS[options.offload_optimizer])
+    if options.format is not None:
+        inputs = replace(inputs, state_format=FORMATS[options.format])
+    return inputs
+
+
+__all__ = ["Asked", "ConfigError", "ask", "find_model", "plan_inputs", "read_settings"]
