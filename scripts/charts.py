@@ -111,8 +111,8 @@ def curves(axes: Any, series: Series, label: Callable[[Any], str]) -> None:
         at = [places.index(place) for place in own]
         axes.errorbar(at, middles, yerr=spans, label=name, capsize=3, elinewidth=0.8, **style)
     axes.set_xticks(range(len(places)), [label(place) for place in places])
-    most = max((max(values) for points in series.values() for values in points.values()), default=0)
-    axes.set_ylim(0, 1.08 * most or 1.0)
+    top = max((max(values) for points in series.values() for values in points.values()), default=0)
+    axes.set_ylim(0, 1.08 * top or 1.0)
     if series:
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
 

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the same shape."""
-        return x + self.down(self.up(self.norm(x)))
+        output: torch.Tensor = x + self.down(self.up(self.norm(x)))
+        return output
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def measure(folder: Path, tier: str, mega_parameters: int, rounds: int) -> dict[
         for number in range(rounds):
             write = timed(lambda: plain_write(io, plain, size))
             tag = f"round{number}"
-            save = timed(lambda tag=tag: engine.save_checkpoint(folder / "ck", tag))
+            save = timed(partial(engine.save_checkpoint, folder / "ck", tag))
             read = timed(lambda: plain_read(io, plain))
             load = timed(lambda: engine.load_checkpoint(folder / "ck", verify=False))
             copy = timed(lambda: plain_copy(io, plain, copied)) if tier == "nvme" else None

@@ -23,6 +23,7 @@ from rich.table import Table
 from torch import nn
 
 import zero
+from zero.durable import DurableRun
 
 WIDTH = 512
 
@@ -68,6 +69,13 @@ def timed_step(engine: zero.ZeroEngine) -> float:
     return time.perf_counter() - started
 
 
+def run_of(engine: zero.ZeroEngine) -> DurableRun:
+    """Return the durable run of an engine that has one."""
+    if engine.durable is None:
+        raise RuntimeError("the engine is not durable, and its configuration asked for it")
+    return engine.durable
+
+
 def measure(path: Path, share: float, layers: int, steps: int) -> dict[str, Any]:
     """Train plain and durable in turn, and return what differed."""
     engines = []
@@ -80,7 +88,7 @@ def measure(path: Path, share: float, layers: int, steps: int) -> dict[str, Any]
     for _ in range(steps):
         for index, engine in enumerate(engines):
             seconds[index].append(timed_step(engine))
-        report = durable.durable and durable.durable.last_commit
+        report = run_of(durable).last_commit
         if report is not None:
             commits.append(report.seconds)
             moved.append(report.resident_bytes + report.manifest_bytes)
@@ -97,10 +105,13 @@ def measure(path: Path, share: float, layers: int, steps: int) -> dict[str, Any]
     }
     for engine in engines:
         engine.destroy()
-    again = zero.initialize(model=Layers(layers), config=make_config(path, share, layers, "bench"))
-    resumed = again[0].durable.resumed
+    config = make_config(path, share, layers, "bench")
+    again = zero.initialize(model=Layers(layers), config=config)[0]
+    resumed = run_of(again).resumed
+    if resumed is None:
+        raise RuntimeError(f"the run in {path / 'bench'} had commits, and was not resumed")
     found["resume_bytes"], found["resume_s"] = resumed.read_bytes, resumed.seconds
-    again[0].destroy()
+    again.destroy()
     shutil.rmtree(path / "bench")
     return found
 

@@ -190,7 +190,8 @@ def profile(engine: zero.ZeroEngine, tokens: torch.Tensor) -> str:
         engine.step()
         synchronize()
     key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    return found.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=60)
+    table: str = found.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=60)
+    return table
 
 
 def lap(times: list[float], *, waits: bool) -> None:

@@ -32,8 +32,10 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head_width = shape.head_width
-        for name in ("query", "key", "value", "output"):
-            setattr(self, name, nn.Linear(shape.hidden, shape.hidden, bias=False))
+        self.query = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.key = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.value = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.output = nn.Linear(shape.hidden, shape.hidden, bias=False)
 
     def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Return the mixed values."""
@@ -43,7 +45,8 @@ class Attention(nn.Module):
             each(x).view(heads).transpose(1, 2) for each in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(rotate(q, turn), rotate(k, turn), v, is_causal=True)
-        return self.output(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        output: torch.Tensor = self.output(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        return output
 
 
 class Block(nn.Module):
@@ -62,7 +65,8 @@ class Block(nn.Module):
         """Return the input of the next block."""
         x = x + self.attention(self.attention_norm(x), turn)
         y = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        output: torch.Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return output
 
 
 class Llama(nn.Module):

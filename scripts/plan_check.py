@@ -38,7 +38,8 @@ from estimators.estimate import Estimate, estimate  # noqa: E402
 from estimators.hardware import Bandwidths, bandwidths_of  # noqa: E402
 from estimators.inputs import DeviceKind, Node, PlanInputs  # noqa: E402
 from estimators.models import model_of_config  # noqa: E402
-from offload import disk_bytes, measure_rates, process_bytes, resident_set_bytes  # noqa: E402
+from offload import disk_bytes, measure_rates, process_bytes  # noqa: E402
+from zero.memory import present_bytes  # noqa: E402
 from zero.plan_inputs import ELEMENTS, TIERS  # noqa: E402
 
 PLACEMENTS = {
@@ -339,7 +340,7 @@ def compare_pools(
                     "tier": tier.value,
                     "what": section.name.lower(),
                     "planned": planned.memory.resident_section_bytes(tier, section),
-                    "present": resident_set_bytes(spans),
+                    "present": present_bytes(spans),
                 }
             )
     outcome.planned_swap_bytes = planned.memory.swap_file_bytes

@@ -146,9 +146,10 @@ class DecoderBody(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
         count = config["num_hidden_layers"]
-        self.layers = nn.ModuleList(DecoderBlock(config) for _ in range(count))
+        blocks = [DecoderBlock(config) for _ in range(count)]
+        self.layers = nn.ModuleList(blocks)
         self.norm = RmsNorm(config["hidden_size"])
-        self.head_width = self.layers[0].self_attn.width
+        self.head_width = blocks[0].self_attn.width
         self.checkpoints = False
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -272,7 +273,7 @@ class EncoderBody(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the last hidden states."""
         hidden = self.embeddings(tokens)
-        for layer in self.encoder["layer"]:
+        for layer in self.encoder["layer"].children():
             if self.checkpoints:
                 hidden = checkpoint(layer, hidden, use_reentrant=False)
             else:

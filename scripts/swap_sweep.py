@@ -31,7 +31,7 @@ import torch
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
-from swap_sweep_cases import Case, Results, best_of, choose, next_case, size_text
+from swap_sweep_cases import Case, Results, Step, best_of, choose, next_case, size_text
 from swap_sweep_loops import Job, base_of, everything_bytes, job_of, measure, rests_on_nvme
 from swap_sweep_report import panels_of, row_of, table_of, to_json, verdict
 
@@ -150,7 +150,10 @@ def _devices(config: dict[str, Any]) -> list[str]:
 
 
 def sweep(
-    results: Results, cases: list[Case], run: Callable[[Case], Any], show: Callable[..., None]
+    results: Results,
+    cases: list[Case],
+    run: Callable[[Case], Step],
+    show: Callable[[Case], bool],
 ) -> None:
     """Measure until all is clear; whoever calls ends it when time is over."""
     while (case := next_case(cases, results)) is not None:

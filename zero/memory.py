@@ -71,7 +71,7 @@ def memory_lines(plan: MemoryPlan, store: Store) -> list[MemoryLine]:
             tier,
             f"{section.name.lower()}s resident",
             plan.resident_section_bytes(tier, section),
-            _present_bytes(store.residents.spans(tier, section)),
+            present_bytes(store.residents.spans(tier, section)),
         )
         for tier in (Tier.DEVICE, Tier.HOST)
         for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)
@@ -98,14 +98,14 @@ def memory_lines(plan: MemoryPlan, store: Store) -> list[MemoryLine]:
             Tier.HOST,
             STAGING,
             plan.staging_bytes,
-            _present_bytes([store.staging] if store.staging is not None else []),
+            present_bytes([store.staging] if store.staging is not None else []),
         ),
         MemoryLine(Tier.NVME, "swap file", plan.swap_file_bytes, disk_bytes(store.swap_file)),
     ]
     return [line for line in lines if line.planned_bytes or line.actual_bytes]
 
 
-def _present_bytes(memories: Iterable[Memory]) -> int:
+def present_bytes(memories: Iterable[Memory]) -> int:
     """Return the bytes that are in memory: pages of the host, all of what is on a device."""
     found = list(memories)
     spans = [each for each in found if isinstance(each, Span)]
