@@ -1,7 +1,7 @@
 """What a commit does with the bytes of one store: write, sync, and later find them again.
 
 [Note: one rank's commit] `write` puts everything that rests in memory beside what rests on NVMe,
-each into the place that the last commit does not use [Note: copies]; `sync` makes all of it last.
+each into the place that the last commit does not use [Note: two places]; `sync` makes it last.
 Then whoever calls writes a manifest with `entries` and, once every rank has one, calls `release`:
 only from then on may the places of the commit before be written. `restore` does not believe a
 manifest: it reads every byte that it names and compares checksums.

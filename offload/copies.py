@@ -1,6 +1,6 @@
 """Which of the two copies of each section counts, in a durable run.
 
-[Note: copies] Everything that a durable run keeps has two places in the swap file. The *committed*
+[Note: two places] All that a durable run keeps has two places in the swap file. The *committed*
 copy is what a crash falls back to and is not written. The *current* copy is what was written last:
 the committed one, until the first write after a commit goes to the other place; further writes stay
 there. A commit makes all current copies the committed ones, which frees the others. Gradients have

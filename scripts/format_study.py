@@ -14,16 +14,21 @@ import json
 import math
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import torch
-from format_optimizer import FormatAdamW
-from lm_model import ModelShape, build_model
-from lm_text import Text, load_text
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+
+# With PYTHONSAFEPATH set, Python does not look for modules beside the script by itself.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from format_optimizer import FormatAdamW
+from lm_model import ModelShape, build_model
+from lm_text import Text, load_text
 
 from estimators import StateFormat
 

@@ -29,6 +29,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import track
+
+# With PYTHONSAFEPATH set, Python does not look for modules beside the script by itself.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 import io_bench_ds
 from io_bench_report import Run, draw, print_table, summarise
 from io_bench_tools import (
@@ -42,8 +48,6 @@ from io_bench_tools import (
     run,
     transparent_hugepages,
 )
-from rich.console import Console
-from rich.progress import track
 
 from aio_ops import probe
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Callable
@@ -81,8 +82,10 @@ def check_step() -> str:
     return f"loss {losses[0]:.6f} both ways, {moved:,} bytes paged out"
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run every check; return the exit code."""
+    description = "Check an installation: native modules, kernel parity, a paged step."
+    argparse.ArgumentParser(description=description).parse_args(arguments)
     checks: list[Callable[[], str]] = [check_native, check_kernels, check_step]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, {device}")

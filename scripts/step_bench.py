@@ -16,6 +16,7 @@ import itertools
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -24,6 +25,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+# With PYTHONSAFEPATH set, Python does not look for modules beside the script by itself.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from step_bench_limit import Limit, measure_limit
 
 from aio_ops import Engine, open_engine

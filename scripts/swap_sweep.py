@@ -26,11 +26,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import charts
 import torch
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
+
+# With PYTHONSAFEPATH set, Python does not look for modules beside the script by itself.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import charts
 from swap_sweep_cases import Case, Results, Step, best_of, choose, next_case, size_text
 from swap_sweep_loops import Job, base_of, everything_bytes, job_of, measure, rests_on_nvme
 from swap_sweep_report import panels_of, row_of, table_of, to_json, verdict

@@ -1,6 +1,6 @@
 """What ranks do together to commit and to resume: pure decisions, and the order of acts.
 
-[Note: durable protocol] A rank has two places for each section [Note: copies] and two manifests
+[Note: durable protocol] A rank has two places for each section [Note: two places] and two manifests
 [Note: two manifests]. To commit step n, every rank
 
     WRITE    puts what rests in memory into the places that commit n-1 does not use;
