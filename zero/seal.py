@@ -65,6 +65,7 @@ def _sealed_like(like: torch.Tensor) -> torch.Tensor:
         _extra_dispatch_keys=torch._C.DispatchKeySet(key.QuantizedHPU)
         | torch._C.DispatchKeySet(key.HPU),
     )
+    torch._C._set_throw_on_mutable_data_ptr(made)  # what asks for the address raises as well
     return made
 
 

@@ -372,6 +372,7 @@ OTHER_ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "raw copy": (raw(lambda w: torch.ones(16, 16).copy_(w)), RuntimeError, "(?i)hpu|quantized"),
     "raw write": (raw(lambda w: w.detach().zero_()), NotImplementedError, "(?i)hpu"),
     "raw overwrite": (raw(lambda w: w.copy_(w.new_ones(1))), RuntimeError, "(?i)hpu|grad"),
+    "the old dlpack": (torch.utils.dlpack.to_dlpack, RuntimeError, "data pointer"),
     "shared memory pickling of a view": (
         lambda w: w.data.untyped_storage(),
         zero.ShardedAccessError,
