@@ -12,7 +12,8 @@ before anything is pinned, because without them nothing moves; they stay a small
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from estimators.layout import SHARD_ALIGNMENT_NUMEL, align_up, split_evenly_bounded
@@ -80,10 +81,20 @@ def largest_fitting_numel(
     request: PlacementRequest, segment: SegmentSpec, slot_bytes: int, cap: int
 ) -> int:
     """Return the most elements of `segment` whose staged sections fit `slot_bytes` (0 if none)."""
+    return _fitting_numel(
+        lambda numel: staged_bytes(request, segment, numel) <= slot_bytes,
+        _align_down(cap, SHARD_ALIGNMENT_NUMEL),
+    )
+
+
+def _fitting_numel(fits: Callable[[int], bool], cap: int) -> int:
+    """Return the most elements up to `cap`, itself or whole cache lines, that fit (0 if none)."""
+    if fits(cap):
+        return cap
     low, high = 0, cap // SHARD_ALIGNMENT_NUMEL
     while low < high:
         middle = (low + high + 1) // 2
-        if staged_bytes(request, segment, middle * SHARD_ALIGNMENT_NUMEL) <= slot_bytes:
+        if fits(middle * SHARD_ALIGNMENT_NUMEL):
             low = middle
         else:
             high = middle - 1
@@ -280,12 +291,24 @@ def _whole_bytes(request: PlacementRequest, tiers: tuple[Tier, ...]) -> int:
     lowest = lowest_tiers(request)
     return sum(
         resident_bytes(size)
-        for segment in request.segments
-        for section, size in section_bytes(
-            request, segment, segment.layout(request.world_size).shard_numel
-        ).items()
+        for segment, bounds in zip(request.segments, _cut(request, None), strict=True)
+        for section, size in _bytes_of(request, segment, bounds).items()
         if lowest[section] in tiers
     )
+
+
+def _bytes_of(
+    request: PlacementRequest, segment: SegmentSpec, bounds: Sequence[tuple[int, int]]
+) -> dict[Section, int]:
+    """Return the bytes of each section of some sub-groups of a segment.
+
+    Records in codes are larger than those of all elements as one: each has bases of its own.
+    """
+    sizes = dict.fromkeys(section_bytes(request, segment, 0), 0)
+    for numel, count in Counter(stop - start for start, stop in bounds).items():
+        for section, size in section_bytes(request, segment, numel).items():
+            sizes[section] += count * size
+    return sizes
 
 
 def _cut(request: PlacementRequest, slots: SlotPlan | None) -> list[list[tuple[int, int]]]:
@@ -340,17 +363,17 @@ class _Pinning:
         """Set the tiers of all parts of all segments; some part may be cut in two."""
         for section, segment in self._classes():
             lowest = self._lowest[section]
-            if lowest is Tier.DEVICE or self._takes_device(section, segment):
+            if lowest is Tier.DEVICE or self._takes_device(section, segment, parts[segment]):
                 for part in parts[segment]:
                     part.tiers[section] = Tier.DEVICE
             else:
                 self._pin(section, segment, parts[segment])
 
-    def _takes_device(self, section: Section, segment: int) -> bool:
+    def _takes_device(self, section: Section, segment: int, parts: list[_Part]) -> bool:
         """Spend spare device memory on a section of a segment, if all of it fits."""
         spec = self._request.segments[segment]
-        numel = spec.layout(self._request.world_size).shard_numel
-        size_bytes = resident_bytes(section_bytes(self._request, spec, numel)[section])
+        bounds = [(part.start, part.stop) for part in parts]
+        size_bytes = resident_bytes(_bytes_of(self._request, spec, bounds)[section])
         if size_bytes > self._device_left_bytes:
             return False
         self._device_left_bytes -= size_bytes
@@ -373,7 +396,6 @@ class _Pinning:
     def _pin(self, section: Section, segment: int, parts: list[_Part]) -> None:
         """Let as much of a section of a segment rest on the host as the budget holds."""
         spec = self._request.segments[segment]
-        unit_bytes = section_bytes(self._request, spec, SHARD_ALIGNMENT_NUMEL)[section]
         held_bytes = 0
         position = 0
         while position < len(parts):
@@ -383,8 +405,10 @@ class _Pinning:
                 _align_down(resident_bytes(held_bytes) + self._left_bytes, RESIDENT_ALIGNMENT_BYTES)
                 - held_bytes
             )
-            fitting = max(room_bytes, 0) // unit_bytes * SHARD_ALIGNMENT_NUMEL
-            numel = min(part.numel, fitting)
+            numel = _fitting_numel(
+                lambda numel: section_bytes(self._request, spec, numel)[section] <= room_bytes,  # noqa: B023
+                part.numel,
+            )
             if section is Section.PARAMETER and self._parameters_left_numel is not None:
                 numel = min(numel, _align_down(self._parameters_left_numel, SHARD_ALIGNMENT_NUMEL))
             if numel < part.numel:
@@ -393,7 +417,7 @@ class _Pinning:
                 else:
                     part.tiers[section] = self._lowest[section]
                     continue
-            size_bytes = numel // SHARD_ALIGNMENT_NUMEL * unit_bytes
+            size_bytes = section_bytes(self._request, spec, numel)[section]
             self._left_bytes -= resident_bytes(held_bytes + size_bytes) - resident_bytes(held_bytes)
             held_bytes += size_bytes
             if section is Section.PARAMETER and self._parameters_left_numel is not None:

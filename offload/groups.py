@@ -195,9 +195,10 @@ class ExtentReader:
         self._io = io
         self._plan = list(plan)
         self._slots: list[Slot] = []
-        paged = [self._span_of(group, fields)[1] for group, fields in self._plan]
         self._arena: HostArena | None = None
-        if any(paged):
+        if any(
+            group.on_nvme(section) for group, fields in self._plan for section in _sections(fields)
+        ):  # also what was never written, which is zero
             largest = max(
                 group.extent.size_bytes for group, _ in self._plan if group.extent is not None
             )

@@ -143,6 +143,8 @@ def iterate_states(model: nn.Module) -> Iterator[ParameterState]:
         runtime = chosen[0][0].runtime
         runtime.communicator.join(f"iterating over the states of segment {index}")
         runtime.segments[index].commit(runtime.store)
+        for source, _, _ in chosen:
+            source.refresh_gradient()
         reader = ShardReader(runtime.store, index, tuple(Field))
         for source, name, parameter in chosen:
             own = reader.read(*source.own_range())

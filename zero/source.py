@@ -200,7 +200,7 @@ class StoreSource(ShardSource):
         reducer = self.runtime.reducer
         return reducer.kept if reducer is not None and reducer.kept.keeps(self.segment) else None
 
-    def _refresh_gradient(self) -> None:
+    def refresh_gradient(self) -> None:
         """Take over what a user has put at the parameter, see [Note: shown gradients]."""
         reducer = self.runtime.reducer
         if reducer is not None and reducer.shown.is_showing:
@@ -209,7 +209,7 @@ class StoreSource(ShardSource):
     def has(self, field: Field) -> bool:
         """Tell whether a field exists now: a frozen parameter has its values only."""
         if field is Field.GRADIENT:
-            self._refresh_gradient()
+            self.refresh_gradient()
         if field is Field.GRADIENT and self._kept is not None:
             return self._kept.gradient(self.segment, self.position) is not None
         if field is Field.GRADIENT and self.position in self.segment.dropped_gradients:
@@ -247,7 +247,7 @@ class StoreSource(ShardSource):
         """Return a private copy of this rank's piece, flat."""
         self.settle()
         if field is Field.GRADIENT:
-            self._refresh_gradient()
+            self.refresh_gradient()
         start, stop = self.own_range()
         kept = self._kept
         if field is Field.GRADIENT and kept is not None:

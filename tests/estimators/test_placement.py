@@ -83,6 +83,7 @@ def test_a_plan_stays_within_its_budget_and_tiers(request: PlacementRequest, hos
             assert order.index(tier) <= order.index(allowed[section])
             assert (tier is Tier.DEVICE) == (allowed[section] is Tier.DEVICE)
         if group.extent is not None:
+            assert plan.slots.count > 0
             assert group.extent.offset == end
             assert group.extent.size_bytes <= plan.slots.size_bytes
             end += group.extent.size_bytes
@@ -90,6 +91,17 @@ def test_a_plan_stays_within_its_budget_and_tiers(request: PlacementRequest, hos
     for index, segment in enumerate(request.segments):
         numel = sum(group.numel for group in plan.by_segment[index])
         assert numel == segment.layout(request.world_size).shard_numel
+
+
+@PATIENT
+@given(requests())
+def test_a_budget_for_everything_pages_nothing(request: PlacementRequest) -> None:
+    """Records in codes are not as large as a multiple of the smallest one."""
+    request = dataclasses.replace(request, max_host_parameter_numel=None)
+    plan = plan_placement(request, Budget(in_play_bytes(request)))
+    assert plan.swap_file_bytes == plan.slots.count == 0
+    if Tier.DEVICE not in (request.parameter_tier, request.optimizer_tier):
+        assert plan.host_bytes == in_play_bytes(request)
 
 
 @PATIENT

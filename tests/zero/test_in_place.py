@@ -158,6 +158,9 @@ def test_setting_by_the_shard_and_at_the_parameter_are_one(optimizer: str) -> No
     states = {state.name: state.grad for state in zero.iterate_states(engine.module)}
     assert torch.equal(states["norm.weight"], weight.grad)
     assert torch.equal(states["norm.bias"], bias.grad)
+    bias.grad = torch.full_like(bias, 4.0)
+    states = {state.name: state.grad for state in zero.iterate_states(engine.module)}
+    assert torch.equal(states["norm.bias"], torch.full_like(bias, 4.0))
     engine.zero_grad()
     assert weight.grad is None
     assert zero.safe_get_full_grad(bias) is None

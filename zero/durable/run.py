@@ -249,8 +249,6 @@ class DurableRun:
                 f"{engine._micro_batches} micro-batches are accumulated, and gradients are not"
                 " committed; call commit() right after a step"
             )
-        for segment in engine._runtime.segments:
-            segment.commit(engine._runtime.store)
         return self._commit(engine)
 
     def close(self) -> None:
@@ -383,6 +381,8 @@ class DurableRun:
     def _commit(self, engine: ZeroEngine) -> CommitReport:
         """Do the acts of a commit, in order [Note: durable protocol]."""
         started = time.monotonic()
+        for segment in engine._runtime.segments:
+            segment.commit(engine._runtime.store)  # a skipped step has not
         self._attempts += 1
         name = next_name(self._last, f"{self._token}-{self._attempts}")
         member = _RankMember(self, engine)

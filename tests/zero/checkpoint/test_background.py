@@ -89,6 +89,25 @@ def test_the_state_is_that_of_the_call(scratch: Path, tier: str, dtype: str) -> 
     engine.destroy()
 
 
+def test_state_that_was_never_written_is_saved_as_zeros(scratch: Path) -> None:
+    """Before the first step nothing of the state on NVMe can be read."""
+    config = make_config(
+        optimizer="nvme", nvme_path=str(scratch), sub_group_size=1024, host_memory="64KB"
+    )
+    engine = zero.initialize(model=make_model(), config=config)[0]
+    store = engine._runtime.store
+    assert store.pager is not None
+    assert not store.written_states
+    at_call = state_digest(engine)
+    engine.save_checkpoint(scratch / "ck", "one", blocking=False)
+    train(engine, 0, 2)
+    engine.wait_for_checkpoint()
+    assert state_digest(engine) != at_call
+    engine.load_checkpoint(scratch / "ck")
+    assert state_digest(engine) == at_call
+    engine.destroy()
+
+
 @pytest.mark.usefixtures("late_copies")
 def test_whoever_ends_or_saves_again_waits(scratch: Path) -> None:
     engine = make_engine(scratch, "nvme")

@@ -46,6 +46,28 @@ def test_a_run_of_every_kind_resumes_with_the_same_bits(tmp_path: Path, kind: st
     again.destroy()
 
 
+@pytest.mark.parametrize("mix", ["master on host", "state on nvme"])
+def test_a_write_before_a_step_that_is_skipped_is_committed(tmp_path: Path, mix: str) -> None:
+    config = durable_config(str(tmp_path), "run", mix)
+    config |= {"fp16": {"enabled": True, "loss_scale": 0.0, "initial_scale_power": 8}}
+    engine = begin(config)
+    run_step(engine)
+    weight = engine.module.norm.weight
+    with torch.no_grad():
+        weight.mul_(0.5)
+    engine.backward(engine(torch.full((4, 24), torch.inf)))
+    engine.step()
+    assert engine.skipped_steps == 1
+    written = weight.detach().clone()
+    wanted = state_of(engine)
+    engine.destroy()
+    again = begin(config, seed=6)
+    assert state_of(again) == wanted
+    run_step(again)
+    assert torch.allclose(again.module.norm.weight, written, atol=0.05)
+    again.destroy()
+
+
 def test_an_optimizer_that_cannot_be_resumed_is_refused_at_the_start(tmp_path: Path) -> None:
     config = durable_config(str(tmp_path), "run", "device")
     del config["optimizer"], config["scheduler"]
