@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import zero
-from tests.support.durable import begin, durable_config, expected, make_noisy, run_step, state_of
+from tests.support.durable import begin, durable_config, expected, run_step, state_of
 
 KINDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "bf16 state": ("nvme", {"tiers": {"state_format": "bf16"}}),
@@ -44,13 +42,3 @@ def test_a_run_of_every_kind_resumes_with_the_same_bits(tmp_path: Path, kind: st
     run_step(again)
     assert state_of(again) == wanted[4]
     again.destroy()
-
-
-def test_an_optimizer_that_cannot_be_resumed_is_refused_at_the_start(tmp_path: Path) -> None:
-    config = durable_config(str(tmp_path), "run", "device")
-    del config["optimizer"], config["scheduler"]
-    model = make_noisy()
-    trained = [each for each in model.parameters() if each.requires_grad]
-    with pytest.raises(zero.ConfigError, match="RMSprop carries more from step to step"):
-        zero.initialize(model=model, optimizer=torch.optim.RMSprop(trained), config=config)
-    assert not (tmp_path / "run").exists()
