@@ -40,7 +40,11 @@ class GenericStep:
         master = _master(kernels, parameter, state)
         wide = torch.from_numpy(_widened(gradient) * np.float32(self.grad_scale))
         fields = zip(self.names, EXTRA_FIELDS, strict=False)
-        tensors = {name: torch.from_numpy(state.get(field)) for name, field in fields}
+        tensors = {
+            name: torch.from_numpy(values)
+            for name, field in fields
+            if (values := state.get(field)) is not None
+        }
         self.run(torch.from_numpy(master), wide, tensors)
         _put_master(kernels, parameter, state, master)
 

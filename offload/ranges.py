@@ -1,9 +1,10 @@
 """Read and write a range of one field of a segment's shard, wherever its sub-groups rest.
 
-A range is in elements of the shard. Fields are what users name: the parameter, its fp32 master,
-its gradient and the two moments. Writing a parameter or a master writes both, see
-[Note: whoever writes a parameter writes its residual]. What is on NVMe moves in whole sections of a
-sub-group; `ShardReader` keeps the last sub-group, so ranges in ascending order page each once.
+A range is in elements of the shard. Fields are the parameter, its fp32 master, its gradient, the
+two moments, and the state of optimizers without a kernel. Writing a parameter or a master writes
+both, see [Note: whoever writes a parameter writes its residual]. What is on NVMe moves in whole
+sections of a sub-group; `ShardReader` keeps the last sub-group, so ranges in ascending order page
+each once.
 """
 
 from __future__ import annotations
@@ -11,12 +12,20 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, assert_never
+from typing import Any
 
 import numpy as np
 import torch
 
-from estimators import CODE_BLOCK_NUMEL, ElementType, Section, SegmentSpec, StateField, SubGroup
+from estimators import (
+    CODE_BLOCK_NUMEL,
+    EXTRA_FIELDS,
+    ElementType,
+    Section,
+    SegmentSpec,
+    StateField,
+    SubGroup,
+)
 from offload.arrays import array_at, clear_bytes, tensor_at, torch_dtype
 from offload.host_view import HostView
 from offload.operands import StateArrays
@@ -36,6 +45,17 @@ class Field(enum.Enum):
     GRADIENT = "grad"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    EXTRA_0 = "extra_0"
+    EXTRA_1 = "extra_1"
+    EXTRA_2 = "extra_2"
+    EXTRA_3 = "extra_3"
+    EXTRA_4 = "extra_4"
+    EXTRA_5 = "extra_5"
+
+
+_MOMENTS = {
+    Field(each.value): each for each in (StateField.EXP_AVG, StateField.EXP_AVG_SQ, *EXTRA_FIELDS)
+}
 
 
 def field_dtype(store: Store, segment: int, field: Field) -> torch.dtype:
@@ -46,10 +66,8 @@ def field_dtype(store: Store, segment: int, field: Field) -> torch.dtype:
             return torch_dtype(spec.element)
         case Field.GRADIENT:
             return torch_dtype(spec.gradient)
-        case Field.MASTER | Field.EXP_AVG | Field.EXP_AVG_SQ:
-            return torch.float32
         case _:
-            assert_never(field)
+            return torch.float32
 
 
 def has_field(store: Store, segment: int, field: Field) -> bool:
@@ -175,10 +193,8 @@ def _sections(fields: Collection[Field]) -> frozenset[Section]:
                 needed.add(Section.GRADIENT)
             case Field.MASTER:
                 needed.update((Section.PARAMETER, Section.STATE))
-            case Field.EXP_AVG | Field.EXP_AVG_SQ:
-                needed.add(Section.STATE)
             case _:
-                assert_never(field)
+                needed.add(Section.STATE)
     if {Section.GRADIENT, Section.STATE} <= needed:
         needed.add(Section.PARAMETER)  # lies between them: one read
     return frozenset(needed)
@@ -325,7 +341,7 @@ def put_field(
         tensor_at(span, spec.gradient, group.numel)[first : first + values.numel()] = values
         return
     kept: Mapping[StateField, Array]
-    if field in (Field.EXP_AVG, Field.EXP_AVG_SQ):
+    if field in _MOMENTS:
         kept = {_MOMENTS[field]: values.numpy()}
     else:
         masters = values.float().contiguous().numpy()
@@ -335,9 +351,6 @@ def put_field(
     if kept and group.tier(Section.STATE) is not None:
         state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
         _put_state(state, first, kept)
-
-
-_MOMENTS = {Field.EXP_AVG: StateField.EXP_AVG, Field.EXP_AVG_SQ: StateField.EXP_AVG_SQ}
 
 
 def _put_parameter(view: HostView, spec: SegmentSpec, first: int, raw: Array) -> None:

@@ -18,6 +18,7 @@ from zero.planning import Blueprint
 from zero.runtime import Runtime
 from zero.schedule import PrefetchLimits, UnitScheduler
 from zero.unit import Segment, Unit
+from zero.update_rules import MOMENTS
 
 
 def build_runtime(
@@ -57,6 +58,7 @@ def build_runtime(
                 reducer,
                 limits,
             ),
+            blueprint.optimizer.fused.states if blueprint.optimizer is not None else MOMENTS,
         )
         if durable is not None:
             store.is_restored = durable.resume(store)

@@ -458,8 +458,9 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         adopt_replaced(self._slots)
         for earlier in self._take_reshaped():
             self._plan_anew(earlier)
+        settings, groups = self._settings, self._groups
         new = rebuild(
-            self.module, self._runtime, self._settings, self.optimizer, self._history, resize
+            self.module, self._runtime, settings, self.optimizer, self._history, groups, resize
         )
         self._retired = self._runtime  # an empty shell; its hooks may be on the stack
         self._finalizer.detach()

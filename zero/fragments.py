@@ -7,7 +7,7 @@ no such thing (frozen, or no gradient yet) is None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from zero.parameter import reference_of
 from zero.source import ShardSource, StoreSource
 
 _STATES = {"exp_avg": Field.EXP_AVG, "exp_avg_sq": Field.EXP_AVG_SQ, "fp32_param": Field.MASTER}
+"""Names that are always known; an optimizer without a kernel has its own beside them."""
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -37,10 +38,12 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return "exp_avg", "exp_avg_sq" or "fp32_param" of a parameter, or None; a collective.
 
+    An optimizer without a kernel has the names that it gives its tensors in torch.
+
     Raises:
         KeyError: naming the states that there are.
     """
-    return _get_full(param, _state(optim_state_key))
+    return _get_full(param, _state(param, optim_state_key))
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -61,7 +64,7 @@ def safe_set_full_optimizer_state(
     Raises:
         KeyError: naming the states that there are.
     """
-    _set_full(param, _state(optim_state_key), value)
+    _set_full(param, _state(param, optim_state_key), value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -78,7 +81,7 @@ def safe_get_local_optimizer_state(
     param: nn.Parameter, optim_state_key: str
 ) -> torch.Tensor | None:
     """Return this rank's piece of a state, flat, or None."""
-    return _get_local(param, _state(optim_state_key))
+    return _get_local(param, _state(param, optim_state_key))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -95,7 +98,7 @@ def safe_set_local_optimizer_state(
     param: nn.Parameter, value: torch.Tensor, optim_state_key: str
 ) -> None:
     """Set this rank's piece of a state."""
-    _set_local(param, _state(optim_state_key), value)
+    _set_local(param, _state(param, optim_state_key), value)
 
 
 def safe_update_full_grad_vectorized(
@@ -124,6 +127,8 @@ class ParameterState:
     grad: torch.Tensor | None
     exp_avg: torch.Tensor | None
     exp_avg_sq: torch.Tensor | None
+    states: Mapping[str, torch.Tensor]
+    """All that the optimizer keeps of each element, by its names for it."""
 
 
 def iterate_states(model: nn.Module) -> Iterator[ParameterState]:
@@ -157,21 +162,26 @@ def iterate_states(model: nn.Module) -> Iterator[ParameterState]:
                     is_kept = field is Field.GRADIENT and runtime.is_kept(index)
                     source.assemble(full, source.read_own(field) if is_kept else own[field])
                     found[field] = full
+            states = {key: found[field] for key, field in runtime.states.items() if field in found}
             yield ParameterState(
                 name,
                 parameter,
                 found[Field.PARAMETER],
                 found.get(Field.MASTER),
                 found.get(Field.GRADIENT),
-                found.get(Field.EXP_AVG),
-                found.get(Field.EXP_AVG_SQ),
+                states.get("exp_avg"),
+                states.get("exp_avg_sq"),
+                states,
             )
 
 
-def _state(key: str) -> Field:
-    if key not in _STATES:
-        raise KeyError(f"optimizer state {key!r} is not kept; there are {sorted(_STATES)}")
-    return _STATES[key]
+def _state(param: nn.Parameter, key: str) -> Field:
+    source = _source(param)
+    own = source.runtime.states if isinstance(source, StoreSource) else {}
+    known = {**_STATES, **own}
+    if key not in known:
+        raise KeyError(f"optimizer state {key!r} is not kept; there are {sorted(known)}")
+    return known[key]
 
 
 def _source(param: nn.Parameter) -> ShardSource:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from estimators import EXTRA_FIELDS, GenericRule
-from offload import GenericStep
+from offload import Field, GenericStep
 from zero.errors import ConfigError
 
 Group = Mapping[str, Any]
@@ -29,6 +29,9 @@ _TRIAL_STEPS = 4
 # What selects an implementation; the plain one runs on slices.
 _PLAIN = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
 
+
+_RESERVED = frozenset({"weight", "gradient", "run", "client", "fp32_param"})
+"""Names that checkpoints, or users, have for something else."""
 
 Since = Mapping[str, int]
 """The tensors that are kept of each element, and the step, from 1, that makes each."""
@@ -40,38 +43,61 @@ class GenericOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.name = type(optimizer).__name__
         self._worker = _bare_copy(optimizer)
-        self._since = [_find_state(self._worker, group) for group in optimizer.param_groups]
-        self.names = list(dict.fromkeys(name for since in self._since for name in since))
-        if len(self.names) > len(EXTRA_FIELDS):
+        self._since: list[Since] = []
+        self.names: list[str] = []
+        self.defaults = dict(optimizer.defaults)
+        self.carried: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
+        """By index and birth of an update group: its last step, and what it left."""
+        self.admit(optimizer.param_groups)
+
+    @property
+    def rule(self) -> GenericRule:
+        """What records keep for it."""
+        return GenericRule(len(self.names))
+
+    @property
+    def states(self) -> Mapping[str, Field]:
+        """The fields of what it keeps of each element, by the names of sections."""
+        return {
+            f"state.{name}" if name in _RESERVED else name: Field(field.value)
+            for name, field in zip(self.names, EXTRA_FIELDS, strict=False)
+        }
+
+    def admit(self, groups: Sequence[Group]) -> None:
+        """Find what it keeps for groups that it does not know yet.
+
+        Raises:
+            ConfigError: if there is no room for it, or it is not element-wise.
+        """
+        since = [_find_state(self._worker, group) for group in groups[len(self._since) :]]
+        names = list(dict.fromkeys([*self.names, *(name for each in since for name in each)]))
+        if len(names) > len(EXTRA_FIELDS):
             raise ConfigError(
-                f"optimizer {self.name} keeps {len(self.names)} tensors of each parameter, and"
+                f"optimizer {self.name} keeps {len(names)} tensors of each parameter, and"
                 f" there is room for {len(EXTRA_FIELDS)}; {_WAY_OUT}"
             )
-        self.rule = GenericRule(len(self.names))
-        self.defaults = dict(optimizer.defaults)
-        self._carried: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
+        self._since += since
+        self.names = names
 
     def scalars(
         self, index: int, group: Group, step: int, grad_scale: float, birth: int = 0
     ) -> GenericStep:
         """Return the step of a group, with the values that the group has now."""
         key = (index, birth)
-        last, carried = self._carried.get(key, (0, {}))
-        while len(self._since) <= index:  # a group that was added later
-            self._since.append(_find_state(self._worker, group))
+        last, carried = self.carried.get(key, (0, {}))
         since = self._since[index]
 
         def run(master: Tensor, gradient: Tensor, tensors: dict[str, Tensor]) -> None:
             if last != step - 1:
                 raise RuntimeError(
                     f"{self.name} is at step {step} of param_groups[{index}], and what it carries"
-                    f" from step to step is that of step {last}; it cannot go on from restored"
-                    " state in this version: use an optimizer with a kernel"
+                    f" from step to step is that of step {last}; load a checkpoint of a run with"
+                    f" {self.name}"
                 )
             state: dict[str, Any] = copy.deepcopy(carried)
             state.update({name: tensors[name] for name in since if since[name] < step})
             after = _run(self._worker, group, (master, gradient), state)
-            self._carried[key] = (step, self._keep(after, tensors, since, step))
+            self.carried[key] = (step, self._keep(after, tensors, since, step))
 
         return GenericStep(run, self.names, grad_scale)
 
@@ -91,20 +117,6 @@ class GenericOptimizer:
                 f" {_TRIAL_STEPS} steps, so that there is memory for it"
             )
         return rest
-
-
-def refuse_generic(update: object, what: str) -> None:
-    """Refuse what would lose the state of an optimizer without a kernel.
-
-    Raises:
-        RuntimeError: naming the optimizer and the way out.
-    """
-    if isinstance(update, GenericOptimizer):
-        raise RuntimeError(
-            f"{what}: the state of {update.name}, which has no kernel, cannot be moved in this"
-            " version, and without it training would go on differently; use AdamW, Adam, Lion,"
-            " Adagrad or SGD, or save the weights alone (save_16bit_model)"
-        )
 
 
 def _bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -195,6 +207,8 @@ def _trial(
                     f"its state {key!r} has the shape {tuple(value.shape)} for a parameter of"
                     f" {tuple(master.shape)}"
                 )
+            if not isinstance(key, str):
+                raise TypeError(f"its state {key!r} is not named by a text")
             if value.dtype is not torch.float32:
                 raise TypeError(f"its state {key!r} is {value.dtype}; torch.float32 can be stored")
             found.setdefault(key, step)

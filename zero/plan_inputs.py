@@ -20,6 +20,7 @@ from zero.config import ConfigError, load_config
 from zero.config.loading import ConfigWarning
 from zero.model_functions import build_on_meta, shape_of
 from zero.optimizer import rule_of
+from zero.planning import updates_on_device
 from zero.settings import NvmeSettings, Settings
 from zero.swap_paths import nvme_budget
 
@@ -137,6 +138,7 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         nvme_bytes=node.nvme_bytes if node.nvme_bytes is not None else capacity,
         bandwidths=_with_given(node.bandwidths, tiers.nvme, options),
     )
+    rule = rule_of(settings.optimizer)
     samples = options.batch or settings.batch.micro_batch_size
     return replace(
         inputs,
@@ -154,9 +156,9 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         device_budget_bytes=None
         if tiers.device_memory_bytes is None
         else tiers.device_memory_bytes // node.gpus,
-        updates_on_device=tiers.update_device != "cpu",
+        updates_on_device=updates_on_device(settings, rule),
         stage=settings.stage,
-        rule=rule_of(settings.optimizer),
+        rule=rule,
         format_overrides=tuple(
             (each.pattern, each.state_format) for each in tiers.format_overrides
         ),

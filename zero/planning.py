@@ -16,6 +16,7 @@ from estimators import (
     Budget,
     DriveRates,
     ElementType,
+    GenericRule,
     MemoryPlan,
     PlacementRequest,
     SegmentSpec,
@@ -261,14 +262,26 @@ def _placement_request(
         rates=rates,
         durable=settings.tiers.durable is not None,
         device_is_host=device.is_host,
-        update_on_device=(
-            not device.is_host
-            and settings.tiers.update_device != "cpu"
-            and isinstance(rule, UpdateRule)
-        ),
+        update_on_device=not device.is_host and updates_on_device(settings, rule),
         replicates=settings.stage < 3,
         rule=rule,
     )
+
+
+def updates_on_device(settings: Settings, rule: UpdateRule | GenericRule) -> bool:
+    """Tell whether the optimizer runs on a device that there is: those without a kernel do not.
+
+    Raises:
+        ConfigError: if the configuration asks for what cannot be.
+    """
+    if isinstance(rule, UpdateRule):
+        return settings.tiers.update_device != "cpu"
+    if settings.tiers.update_device == "device":
+        raise ConfigError(
+            'tiers.update_device is "device", but this optimizer has no kernel, so its own step'
+            ' runs on the host; write "auto" or "cpu", or use AdamW, Adam, Lion, Adagrad or SGD'
+        )
+    return False
 
 
 def _check_device(device: Device, settings: Settings, world_size: int) -> None:

@@ -15,21 +15,22 @@ from __future__ import annotations
 import logging
 import mmap
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from aio_ops import Engine
-from offload import Field, Spool
+from offload import Spool
 from zero import machine
 from zero.build import build_runtime
+from zero.carried import Data, adopt_carried, arrange_carried, gather_carried
 from zero.errors import PlanError
 from zero.fragments import iterate_states
-from zero.generic import refuse_generic
+from zero.generic import GenericOptimizer
 from zero.nursery import Nursery, NurserySource, SpooledShard
-from zero.optimizer import ZeroOptimizer
+from zero.optimizer import UpdateGroup, ZeroOptimizer
 from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference, reference_of
 from zero.planning import (
     Blueprint,
@@ -49,14 +50,16 @@ _log = logging.getLogger(__name__)
 class Moments:
     """Optimizer state of one parameter that is not in any store at the moment."""
 
-    exp_avg: SpooledShard
-    exp_avg_sq: SpooledShard
+    states: Mapping[str, SpooledShard]
+    """By the names of `Runtime.states`."""
     steps: int
     """Updates that the parameter has had."""
+    carried: Data | None = None
+    """What an optimizer without a kernel carries for it, see [Note: carried]."""
 
-    def read(self, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both moments in the shape of their parameter; a collective."""
-        return self.exp_avg.read_full().view(shape), self.exp_avg_sq.read_full().view(shape)
+    def read(self, shape: torch.Size) -> dict[str, torch.Tensor]:
+        """Return the states in the shape of their parameter; a collective."""
+        return {name: each.read_full().view(shape) for name, each in self.states.items()}
 
 
 @dataclass(slots=True, eq=False)
@@ -132,9 +135,12 @@ def rebuild(
     settings: Settings,
     optimizer: ZeroOptimizer,
     history: History,
+    groups: Sequence[UpdateGroup],
     resize: Resize | None = None,
 ) -> Rebuilt:
     """Move everything that `old` holds into a new runtime; a collective.
+
+    `groups` are those that the optimizer has updated so far.
 
     Raises:
         PlanError: if the new plan, or what waits meanwhile, does not fit; nothing has changed.
@@ -142,8 +148,8 @@ def rebuild(
     Whatever else is raised while the copies are made has changed nothing either; after that, the
     old store is failed and refuses all further work.
     """
-    if history.updates:
-        refuse_generic(optimizer.fused, "planning the engine anew")
+    if isinstance(optimizer.fused, GenericOptimizer):
+        optimizer.fused.admit(optimizer.param_groups)
     io = open_io_engine(settings)
     try:
         births = history.births_now(old, optimizer)
@@ -154,7 +160,9 @@ def rebuild(
             model, old, settings, optimizer, io, Changes(births, numels, old), resize
         )
         nursery = Nursery(communicator, spool, None, made_group=False)
-        sources, moved = _copy(model, nursery, history, resize)
+        known = gather_carried(optimizer, groups, old, history)
+        arranged = arrange_carried(optimizer, blueprint.groups, history.updates, known)
+        sources, moved = _copy(model, nursery, history, known, resize)
         communicator.join("leaving the old plan")
     except BaseException:
         io.close()
@@ -165,6 +173,7 @@ def rebuild(
         runtime = build_runtime(blueprint, io, communicator, None, old.store.ledger)
         history.births = births
         _put_back(runtime, history, moved)
+        adopt_carried(optimizer, arranged)
     except BaseException as error:
         io.close()
         old.store.fail(
@@ -203,15 +212,16 @@ def _plan(
 
 def _make_spool(old: Runtime, settings: Settings, resize: Resize | None) -> Spool:
     """Return a place for masters and moments while nothing else holds them."""
-    # A parameter, and two moments, each on whole pages.
-    rounding = 3 * mmap.PAGESIZE * sum(len(segment.members) for segment in old.segments)
+    # A parameter, and its states, each on whole pages.
+    kept = 1 + len(old.states)
+    rounding = kept * mmap.PAGESIZE * sum(len(segment.members) for segment in old.segments)
     needed = sum(
         segment.layout.shard_numel
-        * (12 if segment.spec.trainable else segment.spec.element.size_bytes)
+        * (4 * kept if segment.spec.trainable else segment.spec.element.size_bytes)
         for segment in old.segments
     )
     if resize is not None:
-        needed += 12 * -(-resize.shape.numel() // old.communicator.world_size)
+        needed += 4 * kept * -(-resize.shape.numel() // old.communicator.world_size)
     nvme: NvmeSettings | None = None
     if old.store.plan.swap_file_bytes and settings.tiers.nvme:
         nvme = max(settings.tiers.nvme, key=lambda each: shutil.disk_usage(each.path).free)
@@ -229,7 +239,11 @@ def _make_spool(old: Runtime, settings: Settings, resize: Resize | None) -> Spoo
 
 
 def _copy(
-    model: nn.Module, nursery: Nursery, history: History, resize: Resize | None
+    model: nn.Module,
+    nursery: Nursery,
+    history: History,
+    known: Mapping[int, Data],
+    resize: Resize | None,
 ) -> tuple[list[NurserySource], dict[int, Moments]]:
     """Copy all parameters into a nursery, and return their sources there, and moments by id."""
     sources: list[NurserySource] = []
@@ -238,7 +252,7 @@ def _copy(
     for state in iterate_states(model):
         parameter = state.parameter
         values = state.fp32_param if state.fp32_param is not None else state.value
-        moments, steps = (state.exp_avg, state.exp_avg_sq), history.steps_of(parameter)
+        moments, steps = dict(state.states), history.steps_of(parameter)
         if resize is not None and parameter is resize.parameter:
             waiting = history.dormant.get(id(parameter))
             if waiting is not None:
@@ -249,17 +263,11 @@ def _copy(
                 failure = failure or error
                 values = torch.zeros(resize.shape, dtype=values.dtype)
             nursery.communicator.broadcast(values, 0)
-            moments = tuple(  # type: ignore[assignment]
-                resize.of(each, is_value=False) if each is not None else None for each in moments
-            )
-        first, second = moments
+            moments = {key: resize.of(each, is_value=False) for key, each in moments.items()}
         try:
-            if first is not None and second is not None:
-                moved[id(parameter)] = Moments(
-                    SpooledShard(nursery, first.reshape(-1)),
-                    SpooledShard(nursery, second.reshape(-1)),
-                    steps,
-                )
+            if moments or (id(parameter) in known and id(parameter) not in history.dormant):
+                spooled = {key: SpooledShard(nursery, e.reshape(-1)) for key, e in moments.items()}
+                moved[id(parameter)] = Moments(spooled, steps, known.get(id(parameter)))
             sources.append(
                 NurserySource(nursery, state.name, parameter, values.reshape(-1), values.shape)
             )
@@ -291,19 +299,23 @@ def _put_back(runtime: Runtime, history: History, moved: dict[int, Moments]) -> 
             if not segment.spec.trainable:
                 history.dormant[id(member.parameter)] = moments
             elif moments.steps:
-                first, second = moments.read(member.parameter.shape)
-                reference.source.store_full(first, Field.EXP_AVG)
-                reference.source.store_full(second, Field.EXP_AVG_SQ)
+                for name, values in moments.read(member.parameter.shape).items():
+                    if name in runtime.states:
+                        reference.source.store_full(values, runtime.states[name])
 
 
 def keep_moments(
-    runtime: Runtime, settings: Settings, steps: int, moments: Sequence[torch.Tensor]
+    runtime: Runtime,
+    settings: Settings,
+    steps: int,
+    moments: Mapping[str, torch.Tensor],
+    carried: Data | None = None,
 ) -> Moments:
     """Return moments that wait, from whole flat tensors that all ranks have alike."""
     spool = _make_spool(runtime, settings, None)
     nursery = Nursery(runtime.communicator, spool, None, made_group=False)
-    first, second = moments
-    return Moments(SpooledShard(nursery, first), SpooledShard(nursery, second), steps)
+    states = {name: SpooledShard(nursery, each) for name, each in moments.items()}
+    return Moments(states, steps, carried)
 
 
 def has_changed(runtime: Runtime, optimizer: ZeroOptimizer) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from zero.buffers import check_buffers, other_state, restore_buffers
+from zero.carried import describe_carried
 from zero.errors import ConfigError, RunStateError
 from zero.plain import dump_plain, from_plain, to_plain
 from zero.progress import progress, set_progress
@@ -260,6 +261,7 @@ def _describe_optimizer(engine: ZeroEngine) -> dict[str, Any] | None:
             )
         ],
         "configured": engine.configured_groups,
+        "carried": describe_carried(optimizer, engine._groups, engine._runtime, engine._history),
     }
 
 

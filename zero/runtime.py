@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from offload import Kernels, Store
+from offload import Field, Kernels, Store
 from zero.comm import Communicator
 from zero.gradients import GradientReducer
 from zero.schedule import UnitScheduler
@@ -23,6 +23,8 @@ class Runtime:
     communicator: Communicator
     reducer: GradientReducer | None
     scheduler: UnitScheduler
+    states: Mapping[str, Field] = field(default_factory=dict)
+    """What the optimizer keeps of each element, by the names that it has for it."""
 
     def is_kept(self, segment: int) -> bool:
         """Tell whether the gradients of a segment stay at its parameters."""

@@ -14,12 +14,16 @@ from offload import (
     AdagradScalars,
     AdamScalars,
     AdamWScalars,
+    Field,
     LionScalars,
     SgdScalars,
     UpdateScalars,
 )
 
 Group = Mapping[str, Any]
+
+MOMENTS: Mapping[str, Field] = {each.value: each for each in (Field.EXP_AVG, Field.EXP_AVG_SQ)}
+"""What an engine without an optimizer passes on of parameters that others have trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,16 @@ class FusedOptimizer:
     make: Callable[..., UpdateScalars]
     switches: frozenset[str] = frozenset()
     """Hyper-parameters that are true or false."""
+
+    @property
+    def name(self) -> str:
+        """The optimizer as configurations call it."""
+        return _NAME_OF[self.rule]
+
+    @property
+    def states(self) -> Mapping[str, Field]:
+        """The fields of what it keeps of each element, by name."""
+        return {moment.value: Field(moment.value) for moment in self.rule.moments}
 
     def scalars(
         self, index: int, group: Group, step: int, grad_scale: float, _birth: int = 0
@@ -119,7 +133,15 @@ _BY_NAME = {
 
 _BEYOND_KERNELS = ("amsgrad", "maximize", "differentiable")
 
-NAMES = ("AdamW", "Adam", "Lion", "Adagrad", "SGD")
+_NAME_OF = {
+    UpdateRule.ADAMW: "AdamW",
+    UpdateRule.ADAM: "Adam",
+    UpdateRule.LION: "Lion",
+    UpdateRule.ADAGRAD: "Adagrad",
+    UpdateRule.SGD: "SGD",
+}
+
+NAMES = tuple(_NAME_OF.values())
 """What users call them, for messages."""
 
 

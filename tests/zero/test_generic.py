@@ -8,36 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import optim
 
 import zero
 from tests.support.configs import make_config
+from tests.support.generic import OPTIMIZERS
 from tests.support.tiny import make_batch, make_model
 from zero.errors import ConfigError
 
 CLIP = 0.5
 STEPS = 4
-
-
-class ThreeStates(torch.optim.Optimizer):
-    """Keeps three tensors of each element, the third of them from its second step on."""
-
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-        self.blend = 0.5
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, fast=torch.zeros_like(p), slow=torch.full_like(p, 0.1))
-                state["step"] += 1
-                state["fast"].mul_(self.blend).add_(p.grad)
-                state["slow"] = state["slow"] * 0.9 + p.grad.abs()  # another tensor each time
-                if state["step"] >= 2:
-                    state.setdefault("late", torch.ones_like(p)).add_(p.grad.square())
-                p.sub_(group["lr"] * state["fast"] / (state["slow"] + state.get("late", 1.0)))
 
 
 class MeanStep(torch.optim.Optimizer):
@@ -51,21 +31,6 @@ class MeanStep(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.sub_(group["lr"] * p.grad.mean())
-
-
-optim = torch.optim
-OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
-    "rmsprop": lambda p: optim.RMSprop(p, lr=1e-3, eps=1e-4, momentum=0.9, centered=True),
-    "nadam": lambda p: optim.NAdam(p, lr=1e-3, eps=1e-4, weight_decay=0.01),
-    "radam": lambda p: optim.RAdam(p, lr=1e-3, eps=1e-4),
-    "adamax": lambda p: optim.Adamax(p, lr=1e-3, eps=1e-4),
-    "adadelta": lambda p: optim.Adadelta(p, lr=0.1, eps=1e-4),
-    "asgd": lambda p: optim.ASGD(p, lr=1e-2),
-    "rprop": lambda p: optim.Rprop(p, lr=1e-4),
-    "amsgrad": lambda p: optim.AdamW(p, lr=1e-3, eps=1e-4, amsgrad=True),
-    "maximize": lambda p: optim.SGD(p, lr=1e-3, momentum=0.9, maximize=True),
-    "user": ThreeStates,
-}
 
 
 def settings(device: str, scratch: Path, **changes: Any) -> dict[str, Any]:
@@ -180,35 +145,3 @@ def test_what_needs_whole_tensors_is_refused_by_name_with_the_way_out(make, word
     del config["optimizer"]
     with pytest.raises(ConfigError, match=rf"{words}.*RMSprop"):
         zero.initialize(model=model, optimizer=make(model.parameters()), config=config)
-
-
-def test_what_would_lose_its_state_is_refused(tmp_path: Path) -> None:
-    model = make_model()
-    config = make_config(host_memory="1GB")
-    del config["optimizer"]
-    frozen = model.blocks[0].up.weight
-    given = optim.RMSprop([each for each in model.parameters() if each is not frozen], lr=1e-3)
-    engine, optimizer, _, _ = zero.initialize(model=model, optimizer=given, config=config)
-    engine.backward(engine(*make_batch(0)))
-    engine.step()
-    with pytest.raises(RuntimeError, match=r"save_checkpoint: the state of RMSprop.*AdamW"):
-        engine.save_checkpoint(str(tmp_path))
-    optimizer.add_param_group({"params": [frozen], "lr": 1e-4})
-    with pytest.raises(RuntimeError, match="planning the engine anew: the state of RMSprop"):
-        engine.backward(engine(*make_batch(1)))
-    engine.destroy()
-
-
-def test_restored_state_without_what_is_carried_is_refused() -> None:
-    model = make_model()
-    config = make_config(host_memory="1GB")
-    del config["optimizer"]
-    given = optim.NAdam(model.parameters(), lr=1e-3)
-    engine, optimizer, _, _ = zero.initialize(model=model, optimizer=given, config=config)
-    engine.backward(engine(*make_batch(0)))
-    engine.step()
-    optimizer.fused._carried.clear()
-    engine.backward(engine(*make_batch(1)))
-    with pytest.raises(RuntimeError, match="cannot go on from restored state"):
-        engine.step()
-    engine.destroy()

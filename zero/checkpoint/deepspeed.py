@@ -18,7 +18,8 @@ from offload.groups import write_group
 from zero.buffers import check_buffers, restore_buffers
 from zero.checkpoint.deepspeed_files import EXP_AVG, EXP_AVG_SQ, WEIGHT, PeerCheckpoint
 from zero.errors import CheckpointError
-from zero.optimizer import UpdateGroup, update_groups
+from zero.generic import GenericOptimizer
+from zero.optimizer import UpdateGroup, ZeroOptimizer, update_groups
 from zero.parameter import reference_of
 from zero.unit import Segment
 
@@ -41,6 +42,8 @@ class PeerLoading:
         """
         self._engine = engine
         self._states = states
+        if states:
+            _require_moments(engine.optimizer, path)
         self.peer = PeerCheckpoint(path)
         self._names = self._match(strict=strict)
         check_buffers(engine.module, self._buffers(), strict=strict)
@@ -230,6 +233,15 @@ class PeerLoading:
             return
         if scaler.dynamic:
             scaler.load_state_dict({key: saved[key] for key in _SCALER_KEYS if key in saved})
+
+
+def _require_moments(optimizer: ZeroOptimizer | None, path: Path) -> None:
+    if optimizer is not None and isinstance(optimizer.fused, GenericOptimizer):
+        raise CheckpointError(
+            f"{path} was written by DeepSpeed, and {optimizer.type_name}, which has no kernel,"
+            " cannot go on from its moments; load the weights alone with"
+            " load_optimizer_states=False"
+        )
 
 
 def _members(group: UpdateGroup) -> tuple[int, list[int]]:

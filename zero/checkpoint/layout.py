@@ -28,9 +28,6 @@ from zero.unit import Segment
 
 _HEADER_ALIGNMENT_BYTES = 4096
 
-STATE_FIELDS = {Field.EXP_AVG.value: Field.EXP_AVG, Field.EXP_AVG_SQ.value: Field.EXP_AVG_SQ}
-"""States of the optimizer by the name of their section."""
-
 
 @dataclass(frozen=True, slots=True)
 class PieceSource:
@@ -70,13 +67,14 @@ class FilePlan:
         return max((piece.size_bytes for piece in self.pieces), default=0)
 
 
-def saved_fields(store: Store, segment: int) -> list[tuple[str, Field]]:
+def saved_fields(runtime: Runtime, segment: int) -> list[tuple[str, Field]]:
     """Return the sections of a segment that are saved now, and the field of each."""
+    store = runtime.store
     if not has_field(store, segment, Field.MASTER):
         return [(WEIGHT, Field.PARAMETER)]
     found = [(WEIGHT, Field.MASTER)]
     found += [
-        (name, field) for name, field in STATE_FIELDS.items() if has_field(store, segment, field)
+        (name, field) for name, field in runtime.states.items() if has_field(store, segment, field)
     ]
     if store.has_gradient(segment):
         found.append((GRADIENT, Field.GRADIENT))
@@ -102,7 +100,7 @@ def plan_file(
     for segment in runtime.segments:
         if exclude_frozen and not segment.spec.trainable:
             continue
-        for section, field in saved_fields(runtime.store, segment.index):
+        for section, field in saved_fields(runtime, segment.index):
             sources += _of_segment(segment, section, field, runtime.store)
     for name, moments in waiting.items():
         sources += _of_moments(runtime, name, moments)
@@ -136,8 +134,7 @@ def _of_segment(
 
 
 def _of_moments(runtime: Runtime, name: str, moments: Moments) -> Iterable[SmallSource]:
-    for section in STATE_FIELDS:
-        shard = getattr(moments, section)
+    for section, shard in moments.states.items():
         start, stop = shard.bounds(runtime.communicator.rank)
         if start < stop:
             entry = PieceEntry(

@@ -23,7 +23,6 @@ from estimators import SubGroup
 from offload import Field, Store, ensure_gradient, has_field
 from offload.block_reader import ReadRequest, read_blocks
 from offload.groups import write_group
-from zero.checkpoint.layout import STATE_FIELDS
 from zero.checkpoint.manifest import (
     CHECKSUM_NUMEL,
     DTYPES,
@@ -238,7 +237,7 @@ class ShardLoader:
         if states:
             found += [
                 (name, field)
-                for name, field in STATE_FIELDS.items()
+                for name, field in self._runtime.states.items()
                 if has_field(self._store, segment.index, field)
             ]
         if gradients:

@@ -137,7 +137,5 @@ class RankFile:
 def small_values(source: SmallSource) -> torch.Tensor:
     """Return the values of a piece that is not in a shard."""
     if isinstance(source.values, Moments):
-        shard = getattr(source.values, source.piece.section)
-        values: torch.Tensor = shard.own.read()
-        return values
+        return source.values.states[source.piece.section].own.read()
     return source.values

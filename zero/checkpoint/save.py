@@ -26,7 +26,7 @@ from zero.checkpoint.directory import (
     replace_text,
     write_synced,
 )
-from zero.checkpoint.layout import STATE_FIELDS, plan_file
+from zero.checkpoint.layout import plan_file
 from zero.checkpoint.manifest import (
     CLIENT,
     DTYPE_CODES,
@@ -86,6 +86,7 @@ class Save:
         self.request = request
         self._communicator = engine._runtime.communicator
         self._communicator.join(f"saving checkpoint {request.tag} in {request.folder}")
+        self._states = tuple(engine._runtime.states)
         self._tensors = describe_tensors(engine, exclude_frozen=request.exclude_frozen)
         self._configuration = engine.configuration
         client: dict[str, torch.Tensor] = {}
@@ -195,7 +196,7 @@ class Save:
         self._wait(lambda: all(each.is_file() for each in wanted), "their parts")
         ranks = tuple(parse_rank(json.loads(each.read_bytes())) for each in wanted)
         manifest = Manifest(
-            self._tensors, ranks, self._configuration, self.request.tag, tuple(STATE_FIELDS)
+            self._tensors, ranks, self._configuration, self.request.tag, self._states
         )
         write_synced(path / MANIFEST_NAME, manifest_text(manifest).encode())
         for each in wanted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,18 @@ from estimators import SubGroup
 from offload import Field
 from offload.groups import read_group
 from zero.buffers import check_buffers
+from zero.carried import (
+    Data,
+    adopt_carried,
+    arrange_carried,
+    join_carried,
+    other_optimizer,
+    saved_carried,
+)
 from zero.checkpoint.background import BackgroundSave
 from zero.checkpoint.deepspeed import PeerLoading
 from zero.checkpoint.deepspeed_files import find_peer
 from zero.checkpoint.directory import LATEST, check_tag, find, read_latest
-from zero.checkpoint.layout import STATE_FIELDS
 from zero.checkpoint.load import CheckpointFiles, PieceIndex, ShardLoader, verify_blocks
 from zero.checkpoint.manifest import (
     CLIENT,
@@ -33,7 +41,6 @@ from zero.checkpoint.manifest import (
 )
 from zero.checkpoint.save import Save, SaveRequest, agree, open_disk_engine
 from zero.errors import CheckpointError, RunStateError
-from zero.generic import refuse_generic
 from zero.integrity import adopt_replaced
 from zero.optimizer import UpdateGroup, update_groups
 from zero.parameter import reference_of
@@ -68,8 +75,6 @@ class LoadRequest:
 def save_checkpoint(engine: ZeroEngine, request: SaveRequest, *, blocking: bool) -> None:
     """Save a checkpoint; a collective. Without `blocking` a thread goes on with it."""
     wait_for_checkpoint(engine)
-    if engine.optimizer is not None and engine._history.updates:
-        refuse_generic(engine.optimizer.fused, "save_checkpoint")
     _come_to_rest(engine)
     save = Save(engine, request)
     runtime = engine._runtime
@@ -181,6 +186,9 @@ class _Loading:
         ranks = manifest.ranks
         rank = engine.global_rank if engine.global_rank < len(ranks) else 0
         self._rank: RankEntry = ranks[rank]
+        self._carried: Mapping[str, Data] = {}
+        if request.states and not request.module_only:
+            self._carried = self._saved_carried()
         RunState.from_json(json.dumps(self._rank.run), {})
         self._io = open_disk_engine(path)
 
@@ -273,21 +281,51 @@ class _Loading:
         engine, history = self._engine, self._engine._history
         if engine.optimizer is None:
             return
-        saved = names_of(self._manifest.tensors)
         updates = int(state.data["counters"]["updates"])
+        births = self._births(updates)
+        known = saved_carried(engine._runtime, self._carried, self._names.get)
+        history.births, history.updates, history.dormant = births, updates, {}
+        groups = update_groups(engine.optimizer, births)
+        arranged = arrange_carried(engine.optimizer, groups, updates, known)
+        if [_members(each) for each in groups] == [_members(each) for each in engine._groups]:
+            engine._groups = groups
+        else:
+            adopt_carried(engine.optimizer, {})
+            engine._plan_anew(None)
+        adopt_carried(engine.optimizer, arranged)
+
+    def _births(self, updates: int) -> dict[int, int]:
+        """Return the births of what is trained, where they are not zero."""
+        saved = names_of(self._manifest.tensors)
         births = {}
-        for segment in engine._runtime.segments:
+        for segment in self._engine._runtime.segments:
             for member in segment.members:
                 entry = saved.get(self._names.get(member.name, ""))
                 steps = entry.steps if entry is not None else None
                 if segment.spec.trainable and (steps or 0) != updates:
                     births[id(member.parameter)] = updates - (steps or 0)
-        history.births, history.updates, history.dormant = births, updates, {}
-        groups = update_groups(engine.optimizer, births)
-        if [_members(each) for each in groups] == [_members(each) for each in engine._groups]:
-            engine._groups = groups
-        else:
-            engine._plan_anew(None)
+        return births
+
+    def _saved_carried(self) -> Mapping[str, Data]:
+        """Return what an optimizer without a kernel goes on with, by saved name.
+
+        Raises:
+            CheckpointError: if it is not there, or does not fit the groups.
+        """
+        engine = self._engine
+        states = [rank.run["optimizer"] for rank in self._manifest.ranks]
+        problem = other_optimizer(engine.optimizer, states[0])
+        if problem is not None:
+            raise CheckpointError(
+                f"{self.path} {problem}; load the weights alone with load_optimizer_states=False"
+            )
+        carried = join_carried(each.get("carried", []) for each in states if each is not None)
+        if engine.optimizer is not None:
+            updates = int(self._rank.run["counters"]["updates"])
+            groups = update_groups(engine.optimizer, self._births(updates))
+            known = saved_carried(engine._runtime, carried, self._names.get)
+            arrange_carried(engine.optimizer, groups, updates, known)
+        return carried
 
     def _keep_waiting(self) -> None:
         """Keep the moments of parameters that are frozen now until they are trained again."""
@@ -299,14 +337,18 @@ class _Loading:
                 continue
             for member in segment.members:
                 entry = saved.get(self._names.get(member.name, ""))
-                if entry is None or not entry.steps or not index.has(entry.name, "exp_avg"):
+                if entry is None or not entry.steps:
                     continue
-                engine._history.dormant[id(member.parameter)] = keep_moments(
-                    engine._runtime,
-                    engine._settings,
-                    entry.steps,
-                    [self._whole(entry, key) for key in STATE_FIELDS],
-                )
+                keys = [key for key in engine._runtime.states if index.has(entry.name, key)]
+                carried = self._carried.get(entry.name)
+                if keys or carried is not None:
+                    engine._history.dormant[id(member.parameter)] = keep_moments(
+                        engine._runtime,
+                        engine._settings,
+                        entry.steps,
+                        {key: self._whole(entry, key) for key in keys},
+                        carried,
+                    )
 
     def _whole(self, entry: TensorEntry, section: str) -> torch.Tensor:
         """Read a whole section of one tensor, flat, fp32."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from zero.carried import adopt_carried, arrange_carried, join_carried, saved_carried
 from zero.durable.protocol import DurableError
 from zero.optimizer import UpdateGroup, update_groups
 from zero.run_state import RunState
@@ -29,6 +30,11 @@ def adopt_births(engine: ZeroEngine, state: RunState, changes: list[str]) -> Non
             " tell them apart: load a checkpoint of the run instead"
         )
     engine._history.births, engine._groups = births, groups
+    known = saved_carried(
+        engine._runtime, join_carried([state.data["optimizer"].get("carried", [])]), str
+    )
+    updates = engine._history.updates
+    adopt_carried(engine.optimizer, arrange_carried(engine.optimizer, groups, updates, known))
     waiting = state.value("waiting")
     if waiting:
         changes.append(

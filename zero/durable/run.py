@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from aio_ops import Engine, RunInUseError
-from estimators import UpdateRule
 from offload import (
     Commit,
     CommitName,
@@ -30,6 +29,7 @@ from offload import (
     StoreCommits,
     layout_digest,
 )
+from zero.carried import other_optimizer
 from zero.comm import Communicator
 from zero.durable.births import adopt_births
 from zero.durable.header import RunFacts, pack_state, unpack_state
@@ -123,12 +123,6 @@ class DurableRun:
                 f"tiers.durable: the run {durable.name!r} has no optimizer, so it makes no steps to"
                 " commit; pass an optimizer, or remove tiers.durable"
             )
-        if not isinstance(optimizer.fused.rule, UpdateRule):
-            raise ConfigError(
-                f"tiers.durable: {optimizer.fused.name} carries more from step to step than a"
-                " commit keeps, so the run could not be resumed; use an optimizer with a kernel"
-                f" ({', '.join(rule.value for rule in UpdateRule)}), or remove tiers.durable"
-            )
         run, error = None, ""
         try:
             run = cls(settings, model, communicator, io)
@@ -218,6 +212,12 @@ class DurableRun:
         if self.resumed is not None and self._chosen is not None:
             state = unpack_state(self._chosen.header["state"], self._chosen.blob)
             require_same_model(engine, state)
+            problem = other_optimizer(engine.optimizer, state.data["optimizer"])
+            if problem is not None:
+                raise DurableError(
+                    f"the durable run {self.name!r} {problem}; pass the optimizer that it began"
+                    " with, or give the new run another tiers.durable.name"
+                )
             changes = restore(engine, state)
             adopt_births(engine, state, changes)
             self.resumed = replace(self.resumed, changes=tuple(changes))

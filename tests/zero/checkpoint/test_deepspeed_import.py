@@ -251,3 +251,22 @@ def test_a_checkpoint_made_now_goes_on_with_the_losses_of_the_peer(
     engine.load_checkpoint(tmp_path / "made")
     check_losses(go_on(engine, 8, ranks), tmp_path / "made")
     engine.destroy()
+
+
+def test_an_optimizer_without_a_kernel_takes_the_weights_alone(tmp_path: Path) -> None:
+    folder = unpacked("stage2_world1", tmp_path)
+    model = make_peer_model(9)
+    config = peer_training(str(tmp_path), "cpu", 1)
+    config.pop("optimizer", None)
+    given = torch.optim.RMSprop(parameter_groups(model))
+    engine = zero.initialize(model=model, optimizer=given, config=config)[0]
+    with pytest.raises(zero.CheckpointError, match=r"RMSprop, which has no kernel.*weights alone"):
+        engine.load_checkpoint(folder)
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    other = make_engine(tmp_path, "cpu", 1)
+    other.load_checkpoint(folder)
+    wanted = {state.name: state.value for state in zero.iterate_states(other.module)}
+    for state in zero.iterate_states(engine.module):
+        assert torch.equal(state.value, wanted[state.name]), state.name
+    engine.destroy()
+    other.destroy()

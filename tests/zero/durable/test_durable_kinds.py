@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import zero
-from tests.support.durable import begin, durable_config, expected, make_noisy, run_step, state_of
+from tests.support.durable import begin, durable_config, expected, run_step, state_of
 
 KINDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "bf16 state": ("nvme", {"tiers": {"state_format": "bf16"}}),
@@ -66,13 +64,3 @@ def test_a_write_before_a_step_that_is_skipped_is_committed(tmp_path: Path, mix:
     run_step(again)
     assert torch.allclose(again.module.norm.weight, written, atol=0.05)
     again.destroy()
-
-
-def test_an_optimizer_that_cannot_be_resumed_is_refused_at_the_start(tmp_path: Path) -> None:
-    config = durable_config(str(tmp_path), "run", "device")
-    del config["optimizer"], config["scheduler"]
-    model = make_noisy()
-    trained = [each for each in model.parameters() if each.requires_grad]
-    with pytest.raises(zero.ConfigError, match="RMSprop carries more from step to step"):
-        zero.initialize(model=model, optimizer=torch.optim.RMSprop(trained), config=config)
-    assert not (tmp_path / "run").exists()
