@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.durable import begin, durable_config, expected, run_step, state_of
 
