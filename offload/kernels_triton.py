@@ -1,8 +1,9 @@
 """The device kernels in Triton: one pass over memory, with the bits of the host kernels.
 
-Imported only where CUDA and Triton are. [Note: Triton bits] A launch switches contraction off
-(`enable_fp_fusion`) and keeps library functions from flushing denormals (`enable_reflect_ftz`);
-divisions and roots are the rounded ones.
+Imported only where CUDA and Triton are.
+
+[Note: Triton bits] A launch switches contraction off (`enable_fp_fusion`) and keeps library
+functions from flushing denormals (`enable_reflect_ftz`); divisions and roots are the rounded ones.
 """
 
 # Triton's language has no annotations that mypy could check.

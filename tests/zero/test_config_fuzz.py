@@ -18,6 +18,7 @@ from zero.config.keys import KeyFacts, Section, Standing, facts_of
 from zero.config.models import Document
 from zero.config.other_values import (
     ByteSize,
+    DurableRun,
     FolderPath,
     Free,
     Numbers,
@@ -218,6 +219,9 @@ ACCEPTS: dict[type, Callable[[Any, Any], bool | None]] = {
         finite(Number(), value)
         or (isinstance(value, list) and all(finite(Number(), entry) for entry in value))
     ),
+    DurableRun: lambda kind, value: (
+        None if isinstance(value, dict) and value.get("name") == "run-1" else value is False
+    ),
     Free: lambda kind, value: True,
 }
 
@@ -231,6 +235,7 @@ VALUES = st.one_of(
     st.just(math.nan),
     st.sampled_from(["", " ", "8", "8GB", "1.5 GiB", "true", "cpu", "nvme", "AdamW", "x" * 300]),
     st.sampled_from([[], {}, [1], [0.9, 0.99], ["a"], {"a": 1}, [[[]]], {"enabled": True}]),
+    st.sampled_from([{"name": "run-1"}, {"name": "../run"}, {"every_steps": 2}]),
     st.text(max_size=8).filter(lambda text: text.strip() and "\0" not in text),
     st.integers(),
     st.floats(),

@@ -231,7 +231,10 @@ class Bf16(Section):
         instead='write "tiers": {"state_format": "exact"}: residuals of 2 bytes keep every bit',
     )
     bf16_optimizer_states: _SWITCH = refused(
-        "keep the moments in bf16", default=False, why=_LATER, instead="write false"
+        "keep the moments in bf16",
+        default=False,
+        why="how state is stored is a key of its own",
+        instead='write "tiers": {"state_format": "bf16"}: moments of 2 bytes beside exact masters',
     )
 
 

@@ -38,7 +38,7 @@ class AdamParams(Section):
         "keep the largest second moment",
         default=False,
         why="there is no kernel for it",
-        instead="write false",
+        instead="write false, or give a torch.optim.AdamW object with it, which needs no kernel",
     )
 
 

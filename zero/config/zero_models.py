@@ -14,6 +14,7 @@ DEVICES = ("none", "cpu", "nvme")
 
 _SLOTS = "slots are sized and counted from tiers.host_memory and the largest sub-group"
 _RESIDENCY = "what stays resident is decided from the recorded order and tiers.host_memory"
+_EXPERTS = "units are repeated blocks; on several ranks experts are part of the block around them"
 _UNITS = "in stages 0 to 2 new values are gathered once a unit, after the step"
 _QUANTISED = "communication is never quantised: every rank gets the exact bits"
 
@@ -117,12 +118,12 @@ class LeafModule(Section):
     classes: Annotated[tuple[str, ...], TextList()] = no_effect(
         "class names",
         default=(),
-        why="units are formed from repeated blocks, and experts are units",
+        why=_EXPERTS,
     )
     names: Annotated[tuple[str, ...], TextList()] = no_effect(
         "module names",
         default=(),
-        why="units are formed from repeated blocks, and experts are units",
+        why=_EXPERTS,
     )
     name_suffixes: Annotated[tuple[str, ...], TextList()] = no_effect(
         "suffixes of module names", default=(), why="units are formed from repeated blocks"
@@ -185,7 +186,7 @@ class ZeroOptimization(Section):
     elastic_checkpoint: Annotated[bool, Switch()] = no_effect(
         "checkpoints for another world size",
         default=False,
-        why="this version saves no checkpoints",
+        why="every checkpoint loads at any world size",
     )
     zenflow: ZenFlow | None = refused(
         "asynchronous updates of the less important gradients",
@@ -288,7 +289,7 @@ class ZeroOptimization(Section):
     override_module_apply: Annotated[bool, Switch()] = no_effect(
         "gather in nn.Module.apply",
         default=True,
-        why="a sharded parameter that is touched raises with the fix; nothing is patched",
+        why="a sharded parameter that is touched gathers itself; nothing is patched",
     )
     log_trace_cache_warnings: Annotated[bool, Switch()] = no_effect(
         "log a changed order of modules", default=False, why="a changed order is normal here"
@@ -302,7 +303,7 @@ class ZeroOptimization(Section):
     leaf_module: LeafModule | None = no_effect(
         "modules whose parameters are gathered together",
         default=None,
-        why="units are formed from repeated blocks, and experts are units",
+        why=_EXPERTS,
     )
 
 
