@@ -39,7 +39,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def type_name(self) -> str:
         """The optimizer as configurations call it."""
-        return "AdamW"
+        return self.fused.name
 
     def attach(
         self,

@@ -32,6 +32,11 @@ class FusedOptimizer:
     switches: frozenset[str] = frozenset()
     """Hyper-parameters that are true or false."""
 
+    @property
+    def name(self) -> str:
+        """What users call it."""
+        return next(name for name in NAMES if _BY_NAME[name.lower()] is self.rule)
+
     def scalars(
         self, index: int, group: Group, step: int, grad_scale: float, _birth: int = 0
     ) -> UpdateScalars:

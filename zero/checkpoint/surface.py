@@ -33,7 +33,7 @@ from zero.checkpoint.manifest import (
 )
 from zero.checkpoint.save import Save, SaveRequest, agree, open_disk_engine
 from zero.errors import CheckpointError, RunStateError
-from zero.generic import refuse_generic
+from zero.generic import GenericOptimizer, refuse_generic
 from zero.integrity import adopt_replaced
 from zero.optimizer import UpdateGroup, update_groups
 from zero.parameter import reference_of
@@ -181,7 +181,9 @@ class _Loading:
         ranks = manifest.ranks
         rank = engine.global_rank if engine.global_rank < len(ranks) else 0
         self._rank: RankEntry = ranks[rank]
-        RunState.from_json(json.dumps(self._rank.run), {})
+        run = RunState.from_json(json.dumps(self._rank.run), {})
+        if request.states and not request.module_only:
+            _refuse_generic_states(engine, run)
         self._io = open_disk_engine(path)
 
     @classmethod
@@ -343,6 +345,22 @@ class _Loading:
                 " it stopped, or begins at zero"
             )
         return notes
+
+
+def _refuse_generic_states(engine: ZeroEngine, saved: RunState) -> None:
+    """Refuse what an optimizer without a kernel could not go on from.
+
+    Raises:
+        CheckpointError: saying so.
+    """
+    update = engine.optimizer.fused if engine.optimizer is not None else None
+    steps = int(saved.data["counters"]["updates"])
+    if isinstance(update, GenericOptimizer) and steps:
+        raise CheckpointError(
+            f"{update.name}, which has no kernel, cannot go on from the optimizer state of a"
+            f" checkpoint, here after {steps} updates, and nothing was loaded; give"
+            " load_optimizer_states=False for the weights, or use AdamW, Adam, Lion, Adagrad or SGD"
+        )
 
 
 def match_names(engine: ZeroEngine, manifest: Manifest, *, strict: bool) -> dict[str, str]:
