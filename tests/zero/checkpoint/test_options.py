@@ -216,3 +216,37 @@ def test_schedules_of_torch_go_on(scratch: Path, make: Callable[..., Any]) -> No
     train(engine, 3, 6)
     assert (state_digest(engine), engine.get_lr()) == (whole, lr)
     engine.destroy()
+
+
+def test_another_optimizer_keeps_its_own_hyper_parameters(scratch: Path) -> None:
+    engine = start(scratch)
+    train(engine, 0, 2)
+    moments = zero.safe_get_full_optimizer_state(engine.module.norm.weight, "exp_avg")
+    engine.save_checkpoint(scratch / "ck")
+    engine.destroy()
+    other = start(scratch, optimizer={"type": "Lion", "params": {"lr": 3e-4}})
+    with pytest.warns(zero.ResumeWarning, match="optimizer: saved AdamW, now Lion"):
+        other.load_checkpoint(scratch / "ck")
+    assert other.get_lr() == [3e-4]
+    assert other.optimizer.param_groups[0]["weight_decay"] == 0.0
+    kept = zero.safe_get_full_optimizer_state(other.module.norm.weight, "exp_avg")
+    assert moments is not None
+    assert torch.equal(kept, moments)
+    other.destroy()
+
+
+def test_an_optimizer_without_a_kernel_takes_weights_alone(scratch: Path) -> None:
+    engine = start(scratch)
+    train(engine, 0, 2)
+    engine.save_checkpoint(scratch / "ck")
+    engine.destroy()
+    other = start(scratch, make_model(seed=5), optimizer={"type": "RMSprop", "params": {}})
+    before = state_digest(other)
+    with pytest.raises(CheckpointError, match="was saved with AdamW, and RMSprop"):
+        other.load_checkpoint(scratch / "ck")
+    assert state_digest(other) == before
+    with pytest.warns(zero.ResumeWarning, match="not loaded, as asked"):
+        other.load_checkpoint(scratch / "ck", load_optimizer_states=False)
+    train(other, 2, 4)
+    assert other.global_steps == 4
+    other.destroy()
