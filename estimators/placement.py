@@ -12,6 +12,7 @@ before anything is pinned, because without them nothing moves; they stay a small
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -278,16 +279,20 @@ def _is_capped(request: PlacementRequest) -> bool:
 
 
 def _whole_bytes(request: PlacementRequest, tiers: tuple[Tier, ...]) -> int:
-    """Return the resident bytes of all sections whose lowest tier is one of `tiers`."""
+    """Return the resident bytes of all sections whose lowest tier is one of `tiers`.
+
+    Each sub-group has the padding of its own record.
+    """
     lowest = lowest_tiers(request)
-    return sum(
-        resident_bytes(size)
-        for segment in request.segments
-        for section, size in section_bytes(
-            request, segment, segment.layout(request.world_size).shard_numel
-        ).items()
-        if lowest[section] in tiers
-    )
+    total = 0
+    for segment, bounds in zip(request.segments, _cut(request, None), strict=True):
+        sizes: collections.Counter[Section] = collections.Counter()
+        for start, stop in bounds:
+            sizes.update(section_bytes(request, segment, stop - start))
+        total += sum(
+            resident_bytes(sizes[section]) for section in sizes if lowest[section] in tiers
+        )
+    return total
 
 
 def _cut(request: PlacementRequest, slots: SlotPlan | None) -> list[list[tuple[int, int]]]:
