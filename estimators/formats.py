@@ -211,4 +211,6 @@ def record_layout(
         size = (-(-numel // CODE_BLOCK_NUMEL) if per_block else numel) * element.size_bytes
         fields.append(FieldLayout(field, element, offset, size))
         end = offset + size
+    # A record of nothing has a line as well, so that every sub-group that is updated has state.
+    end = max(end, 1) if numel else end
     return RecordLayout(numel, tuple(fields), align_up(end, FIELD_ALIGNMENT_BYTES))

@@ -22,7 +22,7 @@ from estimators.records import (
     Extent,
     Section,
     SubGroup,
-    host_staging_bytes,
+    host_fixed_bytes,
     lowest_tiers,
     section_bytes,
     staged_bytes,
@@ -124,7 +124,7 @@ def _smallest_slot_bytes(request: PlacementRequest) -> int:
 
 def in_play_bytes(request: PlacementRequest) -> int:
     """Return the host bytes that hold everything which may leave the device, and staging."""
-    return _whole_bytes(request, (Tier.HOST, Tier.NVME)) + host_staging_bytes(request)
+    return _whole_bytes(request, (Tier.HOST, Tier.NVME)) + host_fixed_bytes(request)
 
 
 def minimum_host_bytes(request: PlacementRequest) -> int:
@@ -138,7 +138,7 @@ def minimum_host_bytes(request: PlacementRequest) -> int:
 
 def _must_stay_bytes(request: PlacementRequest) -> int:
     """Return the host bytes that no slot can replace: what may not page, and staging."""
-    return _whole_bytes(request, (Tier.HOST,)) + host_staging_bytes(request)
+    return _whole_bytes(request, (Tier.HOST,)) + host_fixed_bytes(request)
 
 
 def plan_slots(request: PlacementRequest, host_bytes: int) -> SlotPlan:
@@ -190,7 +190,7 @@ def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
             [_Part(index, start, stop) for start, stop in bounds]
             for index, bounds in enumerate(_cut(request, slots))
         ]
-    host_bytes = budget.host_bytes - slots.total_bytes - host_staging_bytes(request)
+    host_bytes = budget.host_bytes - slots.total_bytes - host_fixed_bytes(request)
     spare = _spare_device_bytes(request, budget, parts, slots)
     _Pinning(request, host_bytes, spare).run(parts)
     sub_groups, swap_bytes = _build_sub_groups(request, parts)
@@ -235,6 +235,8 @@ def _check_host(request: PlacementRequest, budget: Budget) -> None:
         return
     must_stay = _must_stay_bytes(request)
     what = f"{must_stay} bytes of state offloaded to cpu" if must_stay else ""
+    if request.whole_bytes:
+        what = f"{must_stay} bytes, of them {request.whole_bytes} of an optimizer of whole tensors"
     if needed > must_stay:
         slot = f"{needed - must_stay} bytes for the smallest staging slot of this model"
         what = f"{what} and {slot}" if what else slot
@@ -287,7 +289,10 @@ def _is_capped(request: PlacementRequest) -> bool:
 
 
 def _whole_bytes(request: PlacementRequest, tiers: tuple[Tier, ...]) -> int:
-    """Return the resident bytes of all sections whose lowest tier is one of `tiers`."""
+    """Return the resident bytes of all sections whose lowest tier is one of `tiers`.
+
+    Each sub-group has the padding of its own record.
+    """
     lowest = lowest_tiers(request)
     return sum(
         resident_bytes(size)

@@ -207,6 +207,11 @@ def sub_group_cap(request: PlacementRequest, segment: SegmentSpec) -> int:
     return max(cap, SHARD_ALIGNMENT_NUMEL)
 
 
+def host_fixed_bytes(request: PlacementRequest) -> int:
+    """Return the host memory that nothing which is placed may take."""
+    return host_staging_bytes(request) + request.whole_bytes
+
+
 def host_staging_bytes(request: PlacementRequest) -> int:
     """Return the host memory that the processor needs to update what rests on a device."""
     if request.device_is_host or request.update_on_device or not request.trains:

@@ -93,6 +93,8 @@ class PlacementRequest:
     """Whether the swap file has two copies of parameters and state, resident ones too."""
     replicates: bool = False
     """Whether each rank has all parameters in full, on the device, its own shard among them."""
+    whole_bytes: int = 0
+    """Host bytes of an optimizer that sees whole tensors: its state, and what it gathers."""
     rule: UpdateRule | GenericRule = UpdateRule.ADAMW
     """The optimizer, which decides which moments are stored."""
 

@@ -23,6 +23,7 @@ LIVE_PARAMETERS = "parameters unsharded (peak)"
 GRADIENT_SCRATCH = "gradients unsharded (peak)"
 COLLECTIVE_SCRATCH = "collectives (peak)"
 STAGING = "staging of the update"
+WHOLE = "optimizer of whole tensors: state, a master, a gradient"
 START_EXCESS = "setting parameters at the start (peak beyond a step's)"
 
 HEAP_KEPT_BYTES = 32 << 20
@@ -248,9 +249,10 @@ class MemoryPlan(DurableBytes):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that the host arenas take: slots, staging and everything resident there."""
+        """Bytes that the host takes: slots, staging, everything resident, whole tensors."""
         resident = sum(self.resident_section_bytes(Tier.HOST, section) for section in Section)
-        return self.slots.total_bytes + self.staging_bytes + resident
+        fixed = self.staging_bytes + self.request.whole_bytes
+        return self.slots.total_bytes + fixed + resident
 
     @property
     def staging_bytes(self) -> int:
@@ -280,6 +282,7 @@ class MemoryPlan(DurableBytes):
         rows.append(PlanRow(Tier.DEVICE, START_EXCESS, self.start_excess_bytes))
         rows.append(PlanRow(Tier.HOST, f"slots ({self.slots.count})", self.slots.total_bytes))
         rows.append(PlanRow(Tier.HOST, STAGING, self.staging_bytes))
+        rows.append(PlanRow(Tier.HOST, WHOLE, self.request.whole_bytes))
         rows.extend(
             PlanRow(Tier.NVME, f"{section.name.lower()}s", self.nvme_section_bytes(section))
             for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)

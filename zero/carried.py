@@ -18,6 +18,7 @@ from zero.errors import CheckpointError
 from zero.generic import GenericOptimizer
 from zero.optimizer import UpdateGroup, ZeroOptimizer
 from zero.plain import NotPlainError, from_plain, to_plain
+from zero.update_rules import FusedOptimizer
 
 if TYPE_CHECKING:
     from zero.replan import History
@@ -136,7 +137,7 @@ def saved_carried(
 
 def other_optimizer(optimizer: ZeroOptimizer | None, state: Mapping[str, Any] | None) -> str | None:
     """Return why an optimizer without a kernel cannot go on from a saved state, or None."""
-    if optimizer is None or not isinstance(optimizer.fused, GenericOptimizer) or state is None:
+    if optimizer is None or isinstance(optimizer.fused, FusedOptimizer) or state is None:
         return None
     if state["type"] == optimizer.type_name:
         return None

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload import Ledger, update
+from offload import Ledger
 from zero.audit import begin_audit
 from zero.checkpoint.background import BackgroundSave
 from zero.checkpoint.engine_calls import CheckpointCalls
@@ -36,12 +36,11 @@ from zero.memory import memory_lines, memory_report, warn_if_exceeded
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Blueprint, Plan
 from zero.replan import History, Resize, group_unfrozen, has_changed, rebuild
-from zero.replicated import gather_values
 from zero.run_state import describe_configured
 from zero.runtime import Runtime
 from zero.settings import Settings
-from zero.state_formats import rounding_of
 from zero.surface import FieldSurface, no_attribute
+from zero.updating import run_update
 
 LossScaler = StaticLossScaler | DynamicLossScaler
 
@@ -333,24 +332,14 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         clip = self._settings.gradient_clipping
         coefficient = min(clip / (norm + 1e-6), 1.0) if clip > 0 else 1.0
         self._clipped_norm = norm * coefficient
-        scalars = optimizer.scalars(
-            self._history.updates + 1, coefficient / self.loss_scaler.cur_scale, self._groups
+        run_update(
+            self._runtime,
+            optimizer,
+            self._groups,
+            self._history.updates + 1,
+            coefficient / self.loss_scaler.cur_scale,
+            self._settings.tiers.rounding_seed,
         )
-        segments = self._runtime.segments
-        self._runtime.scheduler.ahead.drop(self._runtime.store)
-        for segment in segments:
-            segment.commit(self._runtime.store)
-        reducer = self._runtime.reducer
-        update(
-            self._runtime.store,
-            scalars,
-            lambda index: segments[index].forget_values(),
-            lambda index: reducer.kept.pieces(segments[index]) if reducer is not None else None,
-            rounding_of(segments, self._settings.tiers.rounding_seed, self._history.updates + 1),
-        )
-        for segment in segments:
-            if segment.spec.trainable:
-                gather_values(segment, self.ledger)
         self._history.updates += 1
 
     def _close_step(self) -> None:

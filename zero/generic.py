@@ -30,6 +30,9 @@ _TRIAL_STEPS = 4
 _PLAIN = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
 
 
+_GIVEN = ("param_groups", "state")
+"""Attributes of an optimizer that are set for each of its runs."""
+
 _RESERVED = frozenset({"weight", "gradient", "run", "client", "fp32_param"})
 """Names that checkpoints, or users, have for something else."""
 
@@ -42,7 +45,7 @@ class GenericOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.name = type(optimizer).__name__
-        self._worker = _bare_copy(optimizer)
+        self._worker = bare_copy(optimizer)
         self._since: list[Since] = []
         self.names: list[str] = []
         self.defaults = dict(optimizer.defaults)
@@ -96,7 +99,7 @@ class GenericOptimizer:
                 )
             state: dict[str, Any] = copy.deepcopy(carried)
             state.update({name: tensors[name] for name in since if since[name] < step})
-            after = _run(self._worker, group, (master, gradient), state)
+            after = run_step(self._worker, group, (master, gradient), state)
             self.carried[key] = (step, self._keep(after, tensors, since, step))
 
         return GenericStep(run, self.names, grad_scale)
@@ -119,10 +122,13 @@ class GenericOptimizer:
         return rest
 
 
-def _bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an object of the same class and attributes, whose groups and state can be set."""
     made: torch.optim.Optimizer = object.__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__)
+    # Not those of the optimizer, which refuse its step: a step may call that of its base class.
+    made.__dict__["_optimizer_step_pre_hooks"] = collections.OrderedDict()
+    made.__dict__["_optimizer_step_post_hooks"] = collections.OrderedDict()
     return made
 
 
@@ -130,7 +136,7 @@ def _is_large(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() > 1
 
 
-def _run(
+def run_step(
     worker: torch.optim.Optimizer,
     group: Group,
     operands: tuple[Tensor, Tensor],
@@ -150,6 +156,30 @@ def _run(
     if parameter.data_ptr() != master.data_ptr():
         master.copy_(parameter.detach())
     return dict(worker.state.get(parameter, {}))
+
+
+def refuse_side_effects(
+    worker: torch.optim.Optimizer, group: Group, attributes: Mapping[str, Any]
+) -> None:
+    """Refuse what a step leaves outside of its state: it is run once a slice, or a parameter.
+
+    Args:
+        worker: what has just run.
+        group: the group that it was given.
+        attributes: its attributes before that.
+
+    Raises:
+        ValueError: naming what has changed.
+    """
+    left = {key: each for key, each in worker.param_groups[0].items() if key not in _PLAIN}
+    changed = [key for key, each in left.items() if key != "params" and each is not group.get(key)]
+    own = {key: each for key, each in vars(worker).items() if key not in _GIVEN}
+    changed += [key for key, each in own.items() if each is not attributes.get(key)]
+    if changed:
+        raise ValueError(
+            f"its step changes {changed[0]!r} of its group or of itself, which parameters share;"
+            " keep it in its state, by parameter"
+        )
 
 
 def _find_state(worker: torch.optim.Optimizer, given: Group) -> Since:
@@ -179,7 +209,8 @@ def _find_state(worker: torch.optim.Optimizer, given: Group) -> Since:
     if not torch.allclose(whole.flatten(), torch.cat(parts), rtol=1e-5, atol=1e-6):
         raise ConfigError(
             f"optimizer {name} is not element-wise: it updates an element otherwise where it sees"
-            f" other elements of the tensor, and a rank has only a slice of it; {_WAY_OUT}"
+            f" other elements of the tensor, and a rank has only a slice of it; {_WAY_OUT}, or say"
+            " needs_whole_tensors = True in its class"
         )
     return found
 
@@ -198,7 +229,9 @@ def _trial(
     state: dict[str, Any] = {}
     found: dict[str, int] = {}
     for step, gradient in enumerate(gradients, start=1):
-        state = _run(worker, group, (master, gradient.clone()), state)
+        before = dict(vars(worker))
+        state = run_step(worker, group, (master, gradient.clone()), state)
+        refuse_side_effects(worker, group, before)
         for key, value in state.items():
             if not isinstance(value, Tensor) or value.numel() == 1:
                 continue

@@ -17,6 +17,7 @@ from estimators.summary import (
     LIVE_PARAMETERS,
     STAGING,
     START_EXCESS,
+    WHOLE,
 )
 from offload import Memory, Store, disk_bytes, process_bytes, resident_set_bytes
 from zero.unit import Unit
@@ -100,6 +101,7 @@ def memory_lines(plan: MemoryPlan, store: Store) -> list[MemoryLine]:
             plan.staging_bytes,
             present_bytes([store.staging] if store.staging is not None else []),
         ),
+        MemoryLine(Tier.HOST, WHOLE, plan.request.whole_bytes, None),
         MemoryLine(Tier.NVME, "swap file", plan.swap_file_bytes, disk_bytes(store.swap_file)),
     ]
     return [line for line in lines if line.planned_bytes or line.actual_bytes]

@@ -16,6 +16,7 @@ from zero.errors import ConfigError
 from zero.generic import GenericOptimizer
 from zero.settings import NamedFactory
 from zero.update_rules import FUSED, NAMES, FusedOptimizer, fused_by_name, fused_of
+from zero.whole import WholeOptimizer, needs_whole_tensors
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -25,7 +26,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self,
         groups: Iterable[Any],
         defaults: dict[str, Any],
-        fused: FusedOptimizer | GenericOptimizer = FUSED[UpdateRule.ADAMW],
+        fused: FusedOptimizer | GenericOptimizer | WholeOptimizer = FUSED[UpdateRule.ADAMW],
     ) -> None:
         super().__init__(groups, {**fused.defaults, **defaults})
         self.fused = fused
@@ -129,6 +130,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: naming the group and the hyper-parameter that cannot be used.
         """
+        if isinstance(self.fused, WholeOptimizer):
+            raise TypeError(f"{self.fused.name} is not run on slices, so it has no scalars")
         return [
             self.fused.scalars(
                 group.index,
@@ -273,7 +276,13 @@ def _adopt(optimizer: torch.optim.Optimizer) -> ZeroOptimizer:
             "the optimizer already has state from earlier steps; pass it before its first step"
         )
     optimizer.state.clear()
-    update = fused if fused is not None else GenericOptimizer(optimizer)
+    update: FusedOptimizer | GenericOptimizer | WholeOptimizer
+    if fused is not None:
+        update = fused
+    elif needs_whole_tensors(optimizer):
+        update = WholeOptimizer(optimizer)
+    else:
+        update = GenericOptimizer(optimizer)
     adopted = ZeroOptimizer(
         [{**group} for group in optimizer.param_groups],
         {key: optimizer.defaults[key] for key in update.defaults if key in optimizer.defaults},

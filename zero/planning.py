@@ -36,6 +36,7 @@ from zero.settings import NvmeSettings, Settings
 from zero.state_formats import choose_formats
 from zero.swap_paths import check_paths, describe_paths
 from zero.units import UnitBlueprint, form_units
+from zero.whole import WholeOptimizer
 
 NVME_ALIGNMENT_BYTES = 4096
 """Alignment of extents; a file system that asks for more is refused when the file is made."""
@@ -265,7 +266,17 @@ def _placement_request(
         update_on_device=not device.is_host and updates_on_device(settings, rule),
         replicates=settings.stage < 3,
         rule=rule,
+        whole_bytes=_whole_bytes(optimizer, units, world_size),
     )
+
+
+def _whole_bytes(
+    optimizer: ZeroOptimizer | None, units: Sequence[UnitBlueprint], world_size: int
+) -> int:
+    if optimizer is None or not isinstance(optimizer.fused, WholeOptimizer):
+        return 0
+    members = [each for unit in units for _, members in unit.segments for each in members]
+    return optimizer.fused.assign(members, optimizer.param_groups, world_size)
 
 
 def updates_on_device(settings: Settings, rule: UpdateRule | GenericRule) -> bool:

@@ -42,6 +42,7 @@ from zero.planning import (
 )
 from zero.runtime import Runtime
 from zero.settings import NvmeSettings, Settings
+from zero.whole import WholeOptimizer
 
 _log = logging.getLogger(__name__)
 
@@ -150,6 +151,11 @@ def rebuild(
     """
     if isinstance(optimizer.fused, GenericOptimizer):
         optimizer.fused.admit(optimizer.param_groups)
+    if resize is not None and isinstance(optimizer.fused, WholeOptimizer):
+        raise RuntimeError(
+            f"{optimizer.fused.name} keeps whole tensors of each parameter, which cannot be cut to"
+            " another shape; resize before zero.initialize"
+        )
     io = open_io_engine(settings)
     try:
         births = history.births_now(old, optimizer)

@@ -26,6 +26,7 @@ from zero.carried import describe_carried
 from zero.errors import ConfigError, RunStateError
 from zero.plain import dump_plain, from_plain, to_plain
 from zero.progress import progress, set_progress
+from zero.whole import describe_whole
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine
@@ -261,6 +262,7 @@ def _describe_optimizer(engine: ZeroEngine) -> dict[str, Any] | None:
             )
         ],
         "configured": engine.configured_groups,
+        "whole": describe_whole(optimizer.fused, names),
         "carried": describe_carried(optimizer, engine._groups, engine._runtime, engine._history),
     }
 

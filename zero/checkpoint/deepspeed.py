@@ -18,10 +18,10 @@ from offload.groups import write_group
 from zero.buffers import check_buffers, restore_buffers
 from zero.checkpoint.deepspeed_files import EXP_AVG, EXP_AVG_SQ, WEIGHT, PeerCheckpoint
 from zero.errors import CheckpointError
-from zero.generic import GenericOptimizer
 from zero.optimizer import UpdateGroup, ZeroOptimizer, update_groups
 from zero.parameter import reference_of
 from zero.unit import Segment
+from zero.update_rules import FusedOptimizer
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine
@@ -236,7 +236,7 @@ class PeerLoading:
 
 
 def _require_moments(optimizer: ZeroOptimizer | None, path: Path) -> None:
-    if optimizer is not None and isinstance(optimizer.fused, GenericOptimizer):
+    if optimizer is not None and not isinstance(optimizer.fused, FusedOptimizer):
         raise CheckpointError(
             f"{path} was written by DeepSpeed, and {optimizer.type_name}, which has no kernel,"
             " cannot go on from its moments; load the weights alone with"

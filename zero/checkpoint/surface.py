@@ -40,6 +40,7 @@ from zero.checkpoint.manifest import (
     read_manifest,
 )
 from zero.checkpoint.save import Save, SaveRequest, agree, open_disk_engine
+from zero.checkpoint.whole_states import WholeStates
 from zero.errors import CheckpointError, RunStateError
 from zero.integrity import adopt_replaced
 from zero.optimizer import UpdateGroup, update_groups
@@ -189,6 +190,7 @@ class _Loading:
         self._carried: Mapping[str, Data] = {}
         if request.states and not request.module_only:
             self._carried = self._saved_carried()
+            self._whole_states = WholeStates(engine, manifest, self._names)
         RunState.from_json(json.dumps(self._rank.run), {})
         self._io = open_disk_engine(path)
 
@@ -293,6 +295,7 @@ class _Loading:
             adopt_carried(engine.optimizer, {})
             engine._plan_anew(None)
         adopt_carried(engine.optimizer, arranged)
+        self._whole_states.adopt(self._read_piece)
 
     def _births(self, updates: int) -> dict[int, int]:
         """Return the births of what is trained, where they are not zero."""

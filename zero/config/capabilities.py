@@ -65,8 +65,8 @@ REFUSALS = (
     Refusal(
         {"optimizer": tuple(name for name in OPTIMIZERS if name not in SUPPORTED_OPTIMIZERS)},
         "optimizer.type",
-        "it is not element-wise, or not known to be: a rank updates slices of parameters",
-        'write "AdamW"',
+        "by its name there is none: it is not element-wise, or not torch's",
+        'write "AdamW", or pass an object of a class that needs whole tensors (docs/optimizers.md)',
     ),
     Refusal(
         {"gradients": (OTHER,)},

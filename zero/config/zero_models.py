@@ -298,7 +298,9 @@ class ZeroOptimization(Section):
         "check what GatheredParameters changed", default=False, why="these checks are always on"
     )
     save_muon_momentum_buffer_in_memory: Annotated[bool, Switch()] = no_effect(
-        "keep Muon's momentum on the device", default=False, why="Muon is not in this version"
+        "keep Muon's momentum on the device",
+        default=False,
+        why="the state of Muon rests in host memory",
     )
     leaf_module: LeafModule | None = no_effect(
         "modules whose parameters are gathered together",

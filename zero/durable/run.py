@@ -52,6 +52,7 @@ from zero.optimizer import ZeroOptimizer
 from zero.planning import Plan, Recalled
 from zero.run_state import capture, model_hash, require_same_model, restore
 from zero.settings import Settings
+from zero.whole import WholeOptimizer
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine
@@ -122,6 +123,11 @@ class DurableRun:
             raise ConfigError(
                 f"tiers.durable: the run {durable.name!r} has no optimizer, so it makes no steps to"
                 " commit; pass an optimizer, or remove tiers.durable"
+            )
+        if isinstance(optimizer.fused, WholeOptimizer):
+            raise ConfigError(
+                f"tiers.durable: {optimizer.fused.name} keeps whole tensors, which commits do not;"
+                " remove tiers.durable and save checkpoints, or use an element-wise optimizer"
             )
         run, error = None, ""
         try:

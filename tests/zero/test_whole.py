@@ -1,0 +1,314 @@
+"""Optimizers of whole tensors: on every tier and world size as unsharded torch, saved, loaded."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import zero
+import zero.planning
+from tests.support.configs import make_config
+from tests.support.fork_ranks import on_ranks
+from tests.support.simulated_device import SimulatedDevice
+from tests.support.tiny import make_batch, make_model
+from zero.errors import ConfigError, PlanError
+
+pytestmark = pytest.mark.nvme
+
+CLIP = 0.5
+STEPS = 4
+
+
+class Lamb(optim.Optimizer):
+    """Adam's step, as long as the parameter says."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+                state["step"] += 1
+                state["m"].lerp_(p.grad, 1 - first)
+                state["v"].lerp_(p.grad.square(), 1 - second)
+                move = state["m"] / (state["v"].sqrt() + 1e-4) + group["weight_decay"] * p
+                trust = p.norm() / move.norm().clamp(min=1e-8) if p.norm() > 0 else 1.0
+                p.sub_(group["lr"] * trust * move)
+
+
+class Declared(optim.Optimizer):
+    """Subtracts the mean of each row of the gradient, and says that it sees the whole."""
+
+    needs_whole_tensors = True
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None or not p.numel():
+                    continue
+                state = self.state[p]
+                means = p.grad.flatten(1).mean(1) if p.dim() > 1 else p.grad.mean(0, keepdim=True)
+                state["rows"] = state.get("rows", 0.0) + means
+                shape = [-1] + [1] * (p.dim() - 1)
+                p.sub_(group["lr"] * (p.grad + state["rows"].view(shape)))
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the 2-D parameters and freeze the others: Muon takes no others."""
+    for each in model.parameters():
+        each.requires_grad_(each.dim() == 2)
+    return [each for each in model.parameters() if each.dim() == 2]
+
+
+def filled(model: nn.Module) -> list[nn.Parameter]:
+    return [each for each in model.parameters() if each.numel()]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
+    "adafactor": lambda m: optim.Adafactor(filled(m), lr=1e-2, weight_decay=0.01, eps=(1e-4, 1e-3)),
+    "lamb": lambda m: Lamb(filled(m)),
+    "declared": lambda m: Declared(filled(m)),
+    "muon": lambda m: optim.Muon(matrices(m), lr=1e-3),
+}
+
+
+def config(tier: str, folder: Path, **more: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {"parameters": tier, "optimizer": tier, "clip": CLIP, **more}
+    if tier == "nvme":
+        options |= {"nvme_path": str(folder), "sub_group_size": 1024}
+    found = make_config(**options)
+    del found["optimizer"]
+    return found
+
+
+BUDGETS = {
+    "adafactor": ("32KB", "48KB"),
+    "lamb": ("76KB", "90KB"),
+    "declared": ("30KB", "46KB"),
+    "muon": ("44KB", "62KB"),
+}
+"""For one rank and for two: the whole tensors fit, the rest does not."""
+
+
+def start(name: str, tier: str, folder: Path, ranks: int = 1, **more: Any) -> zero.ZeroEngine:
+    if tier == "nvme":
+        more = {"host_memory": BUDGETS[name][ranks - 1], **more}
+    model = make_model()
+    given = OPTIMIZERS[name](model)
+    return zero.initialize(model=model, optimizer=given, config=config(tier, folder, **more))[0]
+
+
+def train(engine: zero.ZeroEngine, first: int, last: int) -> None:
+    for step in range(first, last):
+        engine.backward(engine(*make_batch(step)))
+        engine.step()
+
+
+def far_from(engine: zero.ZeroEngine, wanted: list[torch.Tensor]) -> float:
+    with zero.GatheredParameters(list(engine.module.parameters())):
+        pairs = list(zip(engine.module.parameters(), wanted, strict=True))
+        return max(float((a.detach() - b).abs().max()) for a, b in pairs if a.numel())
+
+
+@pytest.fixture(scope="module")
+def unsharded() -> Iterator[Callable[[str], list[torch.Tensor]]]:
+    made: dict[str, list[torch.Tensor]] = {}
+
+    def trained(name: str) -> list[torch.Tensor]:
+        if name not in made:
+            model = make_model()
+            optimizer = OPTIMIZERS[name](model)
+            start = copy.deepcopy(model)
+            for step in range(STEPS):
+                model(*make_batch(step)).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+            made[name] = [each.detach().clone() for each in model.parameters()]
+            moved = list(zip(made[name], start.parameters(), strict=True))
+            assert max(float((a - b).detach().abs().max()) for a, b in moved if a.numel()) > 1e-3
+        return made[name]
+
+    yield trained
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_trains_as_unsharded_torch(unsharded, scratch: Path, name: str, tier: str) -> None:
+    engine = start(name, tier, scratch)
+    train(engine, 0, STEPS)
+    if tier == "nvme":
+        assert engine.ledger.snapshot().nvme_write_bytes > 0
+    assert engine.plan.memory.request.whole_bytes > 0
+    assert far_from(engine, unsharded(name)) <= 1e-6
+    engine.destroy()
+
+
+def test_ranks_share_the_work_and_the_state_moves_between_them(unsharded, scratch: Path) -> None:
+    """Every rank sees the same batches, so every world size is what unsharded torch is."""
+    wanted = {name: unsharded(name) for name in OPTIMIZERS}
+
+    def work_of(
+        tier: str,
+        ranks: int,
+        source: Path | None,
+        target: Path | None,
+        steps: tuple[int, int],
+        stage: int = 3,
+    ) -> Any:
+        def work(_rank: int) -> list[Any]:
+            found = []
+            for name in OPTIMIZERS:
+                engine = start(name, tier, scratch, ranks, stage=stage)
+                if source is not None:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore", UserWarning)
+                        engine.load_checkpoint(source / name)
+                train(engine, *steps)
+                if target is not None:
+                    engine.save_checkpoint(target / name)
+                if tier == "nvme":
+                    assert engine.ledger.snapshot().nvme_write_bytes > 0
+                whole = engine.optimizer.fused
+                planned = engine.plan.memory.request.whole_bytes
+                kept = sum(
+                    each.nbytes
+                    for state in whole.kept.values()
+                    for each in state.values()
+                    if isinstance(each, torch.Tensor)
+                )
+                assert 0 < kept < planned
+                found.append([len(whole.kept), far_from(engine, wanted[name])])
+                engine.destroy()
+            return found
+
+        return work
+
+    first = on_ranks(work_of("nvme", 2, None, scratch / "half", (0, 2)), 2, scratch)
+    counts = [sum(rank[i][0] for rank in first) for i in range(len(OPTIMIZERS))]
+    sizes = [len(list(OPTIMIZERS[n](make_model()).param_groups[0]["params"])) for n in OPTIMIZERS]
+    assert counts == sizes  # each parameter has one owner
+    for tier, ranks, stage in (("none", 2, 1), ("cpu", 1, 3)):
+        work = work_of(tier, ranks, scratch / "half", None, (2, STEPS), stage)
+        found = on_ranks(work, ranks, scratch)
+        assert max(each[1] for rank in found for each in rank) <= 1e-6, f"{tier} on {ranks}"
+
+
+def test_beside_a_device_it_runs_on_the_host(
+    unsharded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late copies are."""
+    devices: list[SimulatedDevice] = []
+
+    def open_simulated(_wanted: str) -> SimulatedDevice:
+        devices.append(SimulatedDevice(len(devices)))
+        return devices[-1]
+
+    monkeypatch.setattr(zero.planning, "open_device", open_simulated)
+    engine = start("lamb", "cpu", tmp_path)
+    assert devices
+    train(engine, 0, STEPS)
+    assert far_from(engine, unsharded("lamb")) <= 1e-6
+    engine.destroy()
+
+
+class GroupCount(Declared):
+    """Counts its steps in its group, which one copy a parameter would count wrongly."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+class OwnCount(Declared):
+    """Counts its steps on itself."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.count += 1
+
+
+class CountedMomentum(optim.SGD):
+    """Element-wise, and counts in its group."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                p.data.sub_(p.grad * group["lr"] / group["k"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"), [(GroupCount, "'k'"), (OwnCount, "'count'"), (CountedMomentum, "'k'")]
+)
+def test_counting_outside_of_the_state_is_refused(kind: Any, word: str, tmp_path: Path) -> None:
+    model = make_model()
+    given = kind(filled(model), lr=1e-2)
+    with pytest.raises(ConfigError, match=rf"changes {word} .*keep it in its state"):
+        zero.initialize(model=model, optimizer=given, config=config("none", tmp_path))
+
+
+def test_masters_of_16_bit_parameters_are_what_is_updated(scratch: Path) -> None:
+    """Formats and tiers give the same bits: the arithmetic sees the same masters."""
+    found = []
+    for tier, state_format in (("none", "fp32"), ("cpu", "exact"), ("nvme", "compact")):
+        engine = start("lamb", tier, scratch, dtype="bf16", state_format=state_format)
+        train(engine, 0, 3)
+        assert bool(engine.ledger.snapshot().nvme_write_bytes) == (tier == "nvme")
+        masters = [zero.safe_get_full_fp32_param(each) for each in engine.module.parameters()]
+        found.append(torch.cat([each.flatten() for each in masters if each is not None]))
+        engine.destroy()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[0].bfloat16().float())
+
+
+def test_freezing_keeps_the_state(tmp_path: Path) -> None:
+    model = make_model()
+    given = OPTIMIZERS["lamb"](model)
+    engine = start("lamb", "none", tmp_path)
+    for step in range(5):
+        for each in (model, engine.module):
+            each.blocks[0].up.requires_grad_(step not in (1, 2))
+        model(*make_batch(step)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        given.step()
+        given.zero_grad()
+        train(engine, step, step + 1)
+    assert far_from(engine, [each.detach() for each in model.parameters()]) <= 1e-6
+    with pytest.raises(RuntimeError, match="Lamb keeps whole tensors"):
+        zero.resize_parameter(engine, engine.module.blocks[1].up.weight, (40, 16))
+    train(engine, 5, 6)  # nothing has changed
+    engine.destroy()
+
+
+def test_what_does_not_fit_is_refused_with_its_numbers(scratch: Path) -> None:
+    with pytest.raises(PlanError, match=r"of them \d+ of an optimizer of whole tensors"):
+        start("lamb", "nvme", scratch, host_memory="20KB")
+    options = config("nvme", scratch)
+    options["tiers"]["durable"] = {"name": "run"}
+    options["tiers"]["nvme"] = [{"path": str(scratch)}]
+    model = make_model()
+    with pytest.raises(ConfigError, match="Lamb keeps whole tensors, which commits do not"):
+        zero.initialize(model=model, optimizer=OPTIMIZERS["lamb"](model), config=options)
