@@ -47,7 +47,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Moments:
-    """Optimizer state of one parameter that is not in any store at the moment."""
+    """Optimizer state of one parameter that is not in any store at the moment.
+
+    A moment that the update rule does not keep is zero.
+    """
 
     exp_avg: SpooledShard
     exp_avg_sq: SpooledShard
@@ -252,14 +255,11 @@ def _copy(
             moments = tuple(  # type: ignore[assignment]
                 resize.of(each, is_value=False) if each is not None else None for each in moments
             )
-        first, second = moments
+        kept = [torch.zeros_like(values) if each is None else each for each in moments]
         try:
-            if first is not None and second is not None:
-                moved[id(parameter)] = Moments(
-                    SpooledShard(nursery, first.reshape(-1)),
-                    SpooledShard(nursery, second.reshape(-1)),
-                    steps,
-                )
+            if any(each is not None for each in moments):  # an update rule may keep only one
+                first, second = (SpooledShard(nursery, each.reshape(-1)) for each in kept)
+                moved[id(parameter)] = Moments(first, second, steps)
             sources.append(
                 NurserySource(nursery, state.name, parameter, values.reshape(-1), values.shape)
             )
@@ -291,9 +291,11 @@ def _put_back(runtime: Runtime, history: History, moved: dict[int, Moments]) -> 
             if not segment.spec.trainable:
                 history.dormant[id(member.parameter)] = moments
             elif moments.steps:
-                first, second = moments.read(member.parameter.shape)
-                reference.source.store_full(first, Field.EXP_AVG)
-                reference.source.store_full(second, Field.EXP_AVG_SQ)
+                fields = (Field.EXP_AVG, Field.EXP_AVG_SQ)
+                values = moments.read(member.parameter.shape)
+                for moment, each in zip(fields, values, strict=True):
+                    if reference.source.has(moment):
+                        reference.source.store_full(each, moment)
 
 
 def keep_moments(

@@ -301,7 +301,9 @@ class _Loading:
                 continue
             for member in segment.members:
                 entry = saved.get(self._names.get(member.name, ""))
-                if entry is None or not entry.steps or not index.has(entry.name, "exp_avg"):
+                if entry is None or not entry.steps:
+                    continue
+                if not any(index.has(entry.name, key) for key in STATE_FIELDS):
                     continue
                 engine._history.dormant[id(member.parameter)] = keep_moments(
                     engine._runtime,
@@ -311,8 +313,8 @@ class _Loading:
                 )
 
     def _whole(self, entry: TensorEntry, section: str) -> torch.Tensor:
-        """Read a whole section of one tensor, flat, fp32."""
-        values = torch.empty(entry.numel)
+        """Read a whole section of one tensor, flat, fp32; zeros if it was not saved."""
+        values = torch.zeros(entry.numel)
         found = list(PieceIndex(self._manifest).blocks(entry.name, section, 0, entry.numel))
         start = 0
         for (block, span), (_, _, count) in zip(
