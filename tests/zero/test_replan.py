@@ -265,3 +265,32 @@ def test_what_waits_takes_the_room_it_needs_where_most_is_free(
     assert {spool.directory for spool in spools} == {places[1]}
     assert 0 < max(sizes) <= 2 * (12 * numel + 3 * 4096 * count)
     engine.destroy()
+
+
+@pytest.mark.parametrize("optimizer", ["Lion", "Adagrad", "SGD"])
+def test_rules_of_one_moment_keep_it(config: dict[str, Any], scratch: Path, optimizer: str) -> None:
+    params = {"lr": 1e-2} if optimizer != "SGD" else {"lr": 1e-2, "momentum": 0.9}
+    config["optimizer"] = {"type": optimizer, "params": params}
+    key = "exp_avg_sq" if optimizer == "Adagrad" else "exp_avg"
+    model = make_model()
+    engine, _, _, _ = zero.initialize(model=model, config=config)
+    frozen, other = model.blocks[1].up.weight, model.blocks[0].up.weight
+
+    def state(parameter: nn.Parameter) -> torch.Tensor:
+        found = zero.safe_get_full_optimizer_state(parameter, key)
+        assert found is not None
+        assert found.any()
+        return found
+
+    train(engine, 0)
+    before, kept = state(frozen), state(other)
+    model.blocks[1].requires_grad_(requires_grad=False)
+    engine(*make_batch(1))
+    assert torch.equal(state(other), kept)
+    engine.save_checkpoint(scratch / "ck")
+    engine.load_checkpoint(scratch / "ck")
+    model.blocks[1].requires_grad_(requires_grad=True)
+    engine(*make_batch(1))
+    assert torch.equal(state(frozen), before)
+    assert torch.equal(state(other), kept)
+    engine.destroy()

@@ -354,8 +354,8 @@ class _Loading:
                     )
 
     def _whole(self, entry: TensorEntry, section: str) -> torch.Tensor:
-        """Read a whole section of one tensor, flat, fp32."""
-        values = torch.empty(entry.numel)
+        """Read a whole section of one tensor, flat, fp32; zeros if it was not saved."""
+        values = torch.zeros(entry.numel)
         found = list(PieceIndex(self._manifest).blocks(entry.name, section, 0, entry.numel))
         start = 0
         for (block, span), (_, _, count) in zip(
