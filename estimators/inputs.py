@@ -199,5 +199,8 @@ def rank_budget(inputs: PlanInputs, in_play_bytes: int) -> Budget:
         return Budget(in_play_bytes, inputs.device_budget_bytes, ranks=node.gpus)
     share = node.host_bytes // node.gpus
     if share <= 0:
-        raise PlanError(f"{node.host_bytes} bytes of host memory for {node.gpus} ranks are nothing")
+        raise PlanError(
+            f"{node.host_bytes} bytes of host memory are left for {node.gpus} ranks, which is none"
+            " for each; give more (a number without a unit is bytes: 64GB, not 64)"
+        )
     return Budget(share, inputs.device_budget_bytes, ranks=node.gpus)

@@ -173,7 +173,7 @@ class Progress:
     """A live table on a terminal, lines elsewhere; says when time is over."""
 
     def __init__(self, results: Results, cases: list[Case], seconds: float) -> None:
-        self.console = Console(highlight=False)
+        self.console = Console(highlight=False, emoji=False)
         if not self.console.is_terminal:
             self.console.width = _WIDTH_OF_A_FILE
         self._results, self._cases, self._seconds = results, cases, seconds
@@ -218,7 +218,7 @@ def prepare(options: argparse.Namespace, config: dict[str, Any]) -> None:
 
 def finish(options: argparse.Namespace, results: Results, cases: list[Case], whole: int) -> int:
     """Print and write what was found; return the exit status."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH_OF_A_FILE
     lines = verdict(results, cases, whole)

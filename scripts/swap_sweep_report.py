@@ -55,7 +55,7 @@ def table_of(results: Results, title: str, most: int = _SHOWN) -> Table:
     """Return the best rows as a table for people."""
     cases = ranked(results)
     hidden = len(cases) - most
-    caption = f"and {hidden} slower ones" if hidden > 0 else None
+    caption = f"and {hidden} slower" if hidden > 0 else None
     table = Table(*_HEAD, *_MORE, title=title, title_justify="left", caption=caption)
     for case in cases[:most]:
         table.add_row(*row_of(case, results.steps[case]))

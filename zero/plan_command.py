@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked = ask(options)
         return _plan(options, asked) if options.command == "plan" else _fit(options, asked)
     except _ERRORS as error:
-        Console(stderr=True).print(escape(f"{options.command}: {error}"), highlight=False)
+        Console(stderr=True, emoji=False).print(
+            escape(f"{options.command}: {error}"), highlight=False
+        )
         return 2
 
 
@@ -142,6 +144,8 @@ def _fit(options: argparse.Namespace, asked: Asked) -> int:
     more = [f"Host memory: {asked.host_source}, {budget} bytes of it for tiers.host_memory."]
     if not found:
         more.append(f"Nothing fits: {nearest_problem(asked.model, node, wanted)}.")
+        if options.nvme is None:
+            more.append("No drive was tried: --nvme SIZE says how much room one has.")
     if found and found[0].inputs.batch.checkpointing:
         more.append(
             "Checkpointing is switched on in the model: with transformers by"
@@ -208,7 +212,7 @@ def configuration(choice: Choice, nvme_path: str) -> dict[str, Any]:
 
 
 def _console() -> Console:
-    console = Console()
+    console = Console(emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH_OF_A_FILE
     return console

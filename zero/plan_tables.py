@@ -91,7 +91,15 @@ def _totals(estimate: Estimate) -> Iterator[tuple[str, int, int | None]]:
 
 def _verdict(estimate: Estimate) -> list[str]:
     problems = estimate.problems()
-    return ["It fits."] if not problems else [f"It does not fit: {each}." for each in problems]
+    if problems:
+        return [f"It does not fit: {each}." for each in problems]
+    node, conditions = estimate.inputs.node, []
+    if node.device is DeviceKind.CUDA and node.device_bytes is None:
+        conditions.append(f"each GPU has {bytes_text(estimate.device_bytes)} (--gpu was not given)")
+    if estimate.nvme_bytes and node.nvme_bytes is None:
+        needed = bytes_text(estimate.nvme_bytes * node.gpus)
+        conditions.append(f"the drives of a node have {needed} (--nvme was not given)")
+    return [f"It fits if {' and '.join(conditions)}." if conditions else "It fits."]
 
 
 def time_lines(estimate: Estimate) -> list[str]:
@@ -152,9 +160,9 @@ def fit_view(
     parts: list[RenderableType] = [
         escape(describe_model(model)),
         escape(_answer(found)),
-        _choice_table(found),
     ]
     if found:
+        parts.append(_choice_table(found))
         best = found[0].estimate
         parts.append(escape(f"The fastest: {describe_job(best.inputs)}."))
         parts += [escape(line) for line in (*time_lines(best), *_notes(best))]

@@ -96,7 +96,7 @@ def _unimportable(name: str, error: Exception) -> Row:
 
 def show(rows: Sequence[Row], *, starts: bool) -> None:
     """Print the rows as one table, and the verdict."""
-    console = Console()
+    console = Console(emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH_OF_A_FILE
     table = Table(box=None, pad_edge=False, show_header=False)

@@ -25,7 +25,7 @@ class Display:
     """
 
     def __init__(self, seconds: float, *, verbose: bool = False) -> None:
-        self.console = Console()
+        self.console = Console(emoji=False)
         if not self.console.is_terminal:
             self.console.width = _WIDTH_OF_A_FILE
         self._seconds = seconds

@@ -2,9 +2,9 @@
 
     python docs/examples/generate_from_nvme.py /nvme0 weights.pt
 
-The model is built without ever being in memory as a whole, its weights are loaded by the piece, and
-there is no optimizer, so nothing is reserved for gradients or optimizer state. Every token reads
-each block once, the next one while this one computes. Run it under torchrun for several ranks.
+weights.pt is a state_dict of the model below. It is built without ever being in memory as a whole,
+weights are loaded by the piece, and without optimizer nothing is reserved for gradients and state.
+Every token reads each block once, ahead of its use. Run it under torchrun for several ranks.
 """
 
 import sys
@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 
 def main() -> None:
-    directory, weights = sys.argv[1:]
+    directory, weights = sys.argv[1:] if len(sys.argv) == 3 else sys.exit(__doc__)
     offload = {"device": "nvme", "nvme_path": directory}
     config = {
         "zero_optimization": {"stage": 3, "offload_param": offload},

@@ -117,7 +117,33 @@ def test_a_fit_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert text in printed, text
     assert main(["fit", "gpt2", "--gpu", "1GB", "--host", "2GB"]) == 1
-    assert "Nothing fits:" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Nothing fits:" in printed
+    assert "No drive was tried: --nvme SIZE" in printed
+    assert "What fits" not in printed
+    assert main(["fit", "gpt2", "--gpu", "1GB", "--host", "64", "--nvme", "1TB"]) == 1
+    assert "a number without a unit is bytes" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_plan_without_limits_says_what_it_takes_for_granted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "gpt2", *OFFLOADED, "--host", "600MB"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "It fits if each GPU has" in printed
+    assert "(--nvme was not given)" in printed
+    assert main(["plan", "gpt2", *OFFLOADED, *MACHINE]) == 0
+    assert "It fits." in capsys.readouterr().out
+
+
+def test_a_function_named_like_an_emoji_is_printed_as_it_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import torch\ndef M(): return torch.nn.Linear(8, 8)\n"
+    (tmp_path / "emoji_named.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["plan", "emoji_named:M", *MACHINE]) == 0
+    assert "emoji_named:M: 72 parameters" in capsys.readouterr().out
 
 
 @pytest.mark.full

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.json:
         print(summary.to_json())
     else:
-        Console().print(summary.table())
+        Console(emoji=False).print(summary.table())
     return 0
 
 

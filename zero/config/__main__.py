@@ -91,7 +91,7 @@ def _show(options: argparse.Namespace) -> None:
         }
         _write(json.dumps(document, indent=2) + "\n")
         return
-    console = Console()
+    console = Console(emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH_OF_A_FILE
     shown = rows if options.all else [row for row in rows if _matters(row)]
@@ -148,7 +148,7 @@ def _write(text: str) -> None:
 
 
 def _tell(text: str) -> None:
-    Console(stderr=True).print(escape(text), soft_wrap=True, highlight=False)
+    Console(stderr=True, emoji=False).print(escape(text), soft_wrap=True, highlight=False)
 
 
 if __name__ == "__main__":
