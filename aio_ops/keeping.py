@@ -1,5 +1,6 @@
 """Files and directories that stay when an engine is closed."""
 
+import abc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from aio_ops.swapfile import SwapFile
 from aio_ops.transfer import TransferFile
 
 
-class FileKeeper:
+class FileKeeper(abc.ABC):
     """What an engine does with files that have names."""
 
     def open_named_file(self, path: Path, size_bytes: int, *, create: bool) -> TransferFile:
@@ -41,6 +42,6 @@ class FileKeeper:
         self._require_usable()
         return open_named(self, paths, member_bytes, unit_bytes)
 
+    @abc.abstractmethod
     def _require_usable(self) -> None:
         """Raise unless the engine can work."""
-        raise NotImplementedError

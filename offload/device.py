@@ -159,6 +159,34 @@ class Device(abc.ABC):
         return torch.zeros(numel, dtype=dtype, device=self.torch_device)
 
 
+class SeparateDevice(Device):
+    """A device with memory of its own: copies between it and the host go on beside its work."""
+
+    is_host = False
+
+    def copy(self, source: Memory, target: Memory, after: Fence = PASSED) -> Fence:
+        """Start to copy; within the device it is in the order of its work, on the host at once."""
+        if source.size_bytes != target.size_bytes:
+            raise ValueError(f"cannot copy {source.size_bytes} bytes to {target.size_bytes}")
+        if not source.size_bytes:
+            return PASSED
+        if isinstance(source, Span) and isinstance(target, Span):
+            after.wait()
+            copy_bytes(source, target, source.size_bytes)
+            return PASSED
+        if isinstance(source, DeviceMemory) and isinstance(target, DeviceMemory):
+            self.join(after)
+            target.bytes.copy_(source.bytes)
+            return PASSED
+        way = "in" if isinstance(source, Span) else "out"
+        self.copied_bytes[way] += source.size_bytes
+        return self._start(way, source, target, after)
+
+    @abc.abstractmethod
+    def _start(self, way: str, source: Memory, target: Memory, after: Fence) -> Fence:
+        """Start a copy between host and device, "in" or "out", of at least one byte."""
+
+
 class HostDevice(Device):
     """The processor: device memory is host memory, and a copy is over when it was made."""
 
@@ -183,10 +211,8 @@ class HostDevice(Device):
         return HostArena(size_bytes, inherited=True)
 
 
-class CudaDevice(Device):
+class CudaDevice(SeparateDevice):
     """A GPU, with a stream for copies in and one for copies out beside that of its work."""
-
-    is_host = False
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -194,22 +220,8 @@ class CudaDevice(Device):
         self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
-    def copy(self, source: Memory, target: Memory, after: Fence = PASSED) -> Fence:
-        """Copy on the stream of the direction; within the device in the order of its work."""
-        if source.size_bytes != target.size_bytes:
-            raise ValueError(f"cannot copy {source.size_bytes} bytes to {target.size_bytes}")
-        if not source.size_bytes:
-            return PASSED
-        if isinstance(source, Span) and isinstance(target, Span):
-            after.wait()
-            copy_bytes(source, target, source.size_bytes)
-            return PASSED
-        if isinstance(source, DeviceMemory) and isinstance(target, DeviceMemory):
-            self.join(after)
-            target.bytes.copy_(source.bytes)
-            return PASSED
-        way = "in" if isinstance(source, Span) else "out"
-        self.copied_bytes[way] += source.size_bytes
+    def _start(self, way: str, source: Memory, target: Memory, after: Fence) -> Fence:
+        """Copy on the stream of the direction."""
         stream = self._in if way == "in" else self._out
         stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         if isinstance(after, _CudaFence):

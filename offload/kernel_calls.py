@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import enum
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -43,7 +44,7 @@ def kept_of(state: StateArrays) -> Kept:
     return Kept.EXACT if getattr(moment, "dtype", None) in wide else Kept.BF16
 
 
-class UpdateCalls:
+class UpdateCalls(abc.ABC):
     """The calls of an update, on top of one that knows how the state is kept."""
 
     def update(
@@ -94,6 +95,7 @@ class UpdateCalls:
         state = StateArrays(exp_avg, exp_avg_sq, master=master)
         self._update(Kept.MASTER, param, grad, state, scalars, None)
 
+    @abc.abstractmethod
     def _update(
         self,
         kept: Kept,
@@ -103,7 +105,7 @@ class UpdateCalls:
         scalars: UpdateScalars,
         key: RoundingKey | None,
     ) -> None:
-        raise NotImplementedError
+        """Update in place; `kept` says how the masters are stored."""
 
 
 # What each way holds: numpy's types, whose names are looked up for torch's.

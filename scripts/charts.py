@@ -9,20 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-STYLES = (
-    {"color": "0.0", "marker": "o", "linestyle": "-"},
-    {"color": "0.45", "marker": "s", "linestyle": "--"},
-    {"color": "0.2", "marker": "^", "linestyle": ":"},
-    {"color": "0.6", "marker": "D", "linestyle": "-."},
-    {"color": "0.3", "marker": "v", "linestyle": "-"},
-    {"color": "0.7", "marker": "x", "linestyle": "--"},
-)
-_PANEL_INCHES = (7.2, 3.4)
-_CSS = (
-    "body{font-family:sans-serif;max-width:1100px;margin:2em auto;color:#111}"
-    "table{border-collapse:collapse}td,th{border:1px solid #999;padding:.3em .6em;text-align:left}"
-    "img{max-width:100%}"
-)
+from aio_ops.tune.report import CSS, PANEL_INCHES, STYLES
 
 Panel = Callable[[Any], None]
 """Draws into one pair of axes of matplotlib."""
@@ -70,7 +57,7 @@ def write(
     )
     path.write_text(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f"<title>{html.escape(title)}</title><style>{_CSS}</style></head><body>"
+        f"<title>{html.escape(title)}</title><style>{CSS}</style></head><body>"
         f"<h1>{html.escape(title)}</h1><ul>{said}</ul>{image}<table>{rows}</table></body></html>\n",
         encoding="utf-8",
     )
@@ -82,7 +69,7 @@ def picture(panels: Sequence[Panel]) -> bytes | None:
     if figure_class is None:
         return None
     rows = -(-len(panels) // 2)
-    size = (2 * _PANEL_INCHES[0], rows * _PANEL_INCHES[1])
+    size = (2 * PANEL_INCHES[0], rows * PANEL_INCHES[1])
     figure = figure_class(figsize=size, layout="constrained", dpi=100)
     places = list(figure.subplots(rows, 2, squeeze=False).flat)
     for axes, panel in zip(places, panels, strict=False):

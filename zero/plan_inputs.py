@@ -112,7 +112,7 @@ def plan_inputs(options: argparse.Namespace, asked: Asked) -> PlanInputs:
         ValueError: if options do not go together.
     """
     batch = Batch(
-        options.batch or 1,
+        1 if options.batch is None else options.batch,
         options.seq,
         AttentionKind(options.attention),
         options.checkpointing,
@@ -139,7 +139,7 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         bandwidths=_with_given(node.bandwidths, tiers.nvme, options),
     )
     rule = rule_of(settings.optimizer)
-    samples = options.batch or settings.batch.micro_batch_size
+    samples = settings.batch.micro_batch_size if options.batch is None else options.batch
     return replace(
         inputs,
         node=node,

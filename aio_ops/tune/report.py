@@ -15,7 +15,7 @@ from aio_ops.tune.results import PERCENTILES, DirectoryResult, Rate, Result
 from aio_ops.tune.settings import Setting, Workload, size_text
 from aio_ops.tune.words import verdict
 
-_STYLES = (
+STYLES = (
     {"color": "0.0", "marker": "o", "linestyle": "-"},
     {"color": "0.45", "marker": "s", "linestyle": "--"},
     {"color": "0.2", "marker": "^", "linestyle": ":"},
@@ -24,8 +24,8 @@ _STYLES = (
     {"color": "0.7", "marker": "x", "linestyle": "--"},
     {"color": "0.1", "marker": "P", "linestyle": ":"},
 )
-_PANEL = (7.2, 3.4)
-_CSS = (
+PANEL_INCHES = (7.2, 3.4)
+CSS = (
     "body{font-family:sans-serif;max-width:1100px;margin:2em auto;color:#111}"
     "table{border-collapse:collapse}td,th{border:1px solid #999;padding:.3em .6em;text-align:left}"
     "img{max-width:100%}"
@@ -62,7 +62,7 @@ def page(result: Result) -> str:
     tables = "".join(_table(each) for each in result.directories)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>tierzero-nvme-tune'
-        f"</title><style>{_CSS}</style></head><body><h1>tierzero-nvme-tune</h1><ul>{lines}</ul>"
+        f"</title><style>{CSS}</style></head><body><h1>tierzero-nvme-tune</h1><ul>{lines}</ul>"
         f"{image}{tables}</body></html>\n"
     )
 
@@ -91,7 +91,7 @@ def picture(result: Result) -> bytes | None:
         (each, panel) for each in result.directories for panel in _PANELS if panel is not _sustained
     ] + [(each, _sustained) for each in result.directories if each.sustained is not None]
     rows = -(-len(panels) // 2)
-    size = (2 * _PANEL[0], rows * _PANEL[1])
+    size = (2 * PANEL_INCHES[0], rows * PANEL_INCHES[1])
     figure = figure_class(figsize=size, layout="constrained", dpi=100)
     for axes, (each, panel) in zip(figure.subplots(rows, 2, squeeze=False).flat, panels):  # noqa: B905  the last place may stay empty
         panel(axes, each)
@@ -160,7 +160,7 @@ def _over_depths(axes: Any, result: DirectoryResult) -> None:
 def _draw(axes: Any, series: _Series, label: Callable[[int], str]) -> None:
     """Draw medians with the span from the least to the most, at evenly spaced places."""
     places = sorted({place for points in series.values() for place in points})
-    for style, (name, points) in zip(_STYLES * 2, series.items(), strict=False):
+    for style, (name, points) in zip(STYLES * 2, series.items(), strict=False):
         own = sorted(points)
         middles = [statistics.median(points[place]) / 1e9 for place in own]
         below = [
@@ -190,7 +190,7 @@ def _legend(axes: Any) -> None:
 def _latency(axes: Any, result: DirectoryResult) -> None:
     """Draw the percentiles of single blocks over depth."""
     depths = sorted({latency.depth for latency in result.latencies})
-    styles = iter(_STYLES)
+    styles = iter(STYLES)
     for workload in (Workload.READ, Workload.WRITE):
         own = [latency for latency in result.latencies if latency.workload is workload]
         for index, share in enumerate(PERCENTILES if own else ()):

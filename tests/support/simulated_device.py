@@ -16,7 +16,7 @@ import torch
 
 from aio_ops import HostArena, Span
 from offload.arrays import copy_bytes
-from offload.device import PASSED, Device, DeviceMemory, Fence, Memory
+from offload.device import PASSED, Fence, Memory, SeparateDevice
 
 
 @dataclass(eq=False)
@@ -37,10 +37,8 @@ class _Late(Fence):
         return self.is_over
 
 
-class SimulatedDevice(Device):
+class SimulatedDevice(SeparateDevice):
     """Computes at once, copies late."""
-
-    is_host = False
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -48,21 +46,7 @@ class SimulatedDevice(Device):
         self.chance = random.Random(seed)
         self._queues = {"in": collections.deque(), "out": collections.deque()}
 
-    def copy(self, source: Memory, target: Memory, after: Fence = PASSED) -> Fence:
-        if source.size_bytes != target.size_bytes:
-            raise ValueError(f"cannot copy {source.size_bytes} bytes to {target.size_bytes}")
-        if not source.size_bytes:
-            return PASSED
-        if isinstance(source, Span) and isinstance(target, Span):
-            after.wait()
-            copy_bytes(source, target, source.size_bytes)
-            return PASSED
-        if isinstance(source, DeviceMemory) and isinstance(target, DeviceMemory):
-            self.join(after)
-            target.bytes.copy_(source.bytes)
-            return PASSED
-        way = "in" if isinstance(source, Span) else "out"
-        self.copied_bytes[way] += source.size_bytes
+    def _start(self, way: str, source: Memory, target: Memory, after: Fence) -> Fence:
         if after is PASSED or (isinstance(after, _Late) and after.is_over):
             _span(target).view()[:] = b"\xff" * target.size_bytes
         fence = _Late(self, self._queues[way], source, target, after)

@@ -70,6 +70,7 @@ def test_what_does_not_fit_is_exit_1_and_what_is_wrong_2(
         (["gpt2", "--measured", str(tmp_path / "none.json")], "No such file"),
         (["gpt2", *OFFLOADED, "--host", "550MB"], "host memory"),
         (["gpt2", "--plot", "chart.jpg"], "a chart is a .png or an .html file"),
+        (["gpt2", "--batch", "0"], "a batch needs at least one sample"),
     ):
         assert main(["plan", *arguments]) == 2, arguments
         assert message in " ".join(capsys.readouterr().err.split())
