@@ -25,8 +25,11 @@ def locked(handle: AioHandle, data: bytes) -> torch.Tensor:
 
 
 def unlocked(data: bytes) -> torch.Tensor:
-    """Return a tensor of torch's own, which starts out of step with sectors."""
-    return as_tensor(b"\0" * 64 + data)[64:]
+    """Return a tensor of torch's own, which starts out of step with sectors, wherever it lies."""
+    room = torch.zeros(len(data) + 4096, dtype=torch.uint8)
+    start = (64 - room.data_ptr()) % 4096
+    room[start : start + len(data)] = as_tensor(data) if data else room[:0]
+    return room[start : start + len(data)]
 
 
 def as_tensor(data: bytes) -> torch.Tensor:
