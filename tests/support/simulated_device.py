@@ -3,7 +3,8 @@
 Its memory is host memory, kept apart. A copy fills its target with 0xFF, which is NaN in every
 floating-point type (unless it must begin after another copy), and is made when somebody waits for
 its fence or joins it, with all earlier ones of its direction. Whether a copy has ended without that
-is decided by chance.
+is decided by chance. Copies keep no device memory alive: where it was freed before somebody waited,
+that is an error.
 """
 
 from __future__ import annotations
@@ -13,18 +14,50 @@ import random
 from dataclasses import dataclass
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio_ops import HostArena, Span
 from offload.arrays import copy_bytes
 from offload.device import PASSED, Fence, Memory, SeparateDevice
 
 
+class Held:
+    """Memory of a copy in flight: what is on the device lives as long as others keep it."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._span: Span | None = None
+        if isinstance(memory, Span):
+            self._span = memory
+            return
+        storage = memory.bytes.untyped_storage()
+        self._storage = StorageWeakRef(storage)
+        self._end_bytes = memory.bytes.storage_offset() + memory.size_bytes
+        self._place = memory.bytes.data_ptr(), memory.size_bytes
+
+    def span(self) -> Span:
+        """Return where it is, or raise if it is nowhere."""
+        if self._span is not None:
+            return self._span
+        storage = self._alive()
+        if storage is None or self._end_bytes > storage.nbytes():
+            raise RuntimeError("device memory was freed while a copy used it")
+        return Span(*self._place, storage)
+
+    def _alive(self) -> torch.UntypedStorage | None:
+        if self._storage.expired():
+            return None
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
+            self._storage.cdata
+        )
+        return found
+
+
 @dataclass(eq=False)
 class _Late(Fence):
     device: SimulatedDevice
     queue: collections.deque[_Late]
-    source: Memory
-    target: Memory
+    source: Held
+    target: Held
     after: Fence
     is_over: bool = False
 
@@ -48,8 +81,8 @@ class SimulatedDevice(SeparateDevice):
 
     def _start(self, way: str, source: Memory, target: Memory, after: Fence) -> Fence:
         if after is PASSED or (isinstance(after, _Late) and after.is_over):
-            _span(target).view()[:] = b"\xff" * target.size_bytes
-        fence = _Late(self, self._queues[way], source, target, after)
+            Held(target).span().view()[:] = b"\xff" * target.size_bytes
+        fence = _Late(self, self._queues[way], Held(source), Held(target), after)
         self._queues[way].append(fence)
         return fence
 
@@ -69,16 +102,7 @@ class SimulatedDevice(SeparateDevice):
         while not fence.is_over:
             first = fence.queue.popleft()
             first.after.wait()
-            source, target = _span(first.source), _span(first.target)
+            source, target = first.source.span(), first.target.span()
             copy_bytes(source, target, source.size_bytes)
             first.is_over = True
             del first.source, first.target
-
-
-def _span(memory: Memory) -> Span:
-    if isinstance(memory, Span):
-        return memory
-    storage = memory.bytes.untyped_storage()
-    if memory.bytes.storage_offset() + memory.size_bytes > storage.nbytes():
-        raise RuntimeError("device memory was freed while a copy used it")
-    return Span(memory.bytes.data_ptr(), memory.size_bytes, storage)
