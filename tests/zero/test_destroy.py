@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zero
@@ -155,14 +154,6 @@ def live(tier: str, path: Path, ending: Callable[[zero.ZeroEngine], Any]) -> dic
     return most
 
 
-def all_ranks_find(good: bool) -> bool:  # noqa: FBT001  an answer
-    """Tell whether something is so on all ranks, which then go on alike."""
-    found = torch.tensor([good], dtype=torch.int32)
-    if dist.is_initialized():
-        dist.all_reduce(found, dist.ReduceOp.MIN)
-    return bool(found)
-
-
 def left_behind(tier: str, path: Path) -> list[str]:
     """Return which endings leave something behind, and what; chance does so once, a leak again."""
     found = []
@@ -176,7 +167,7 @@ def left_behind(tier: str, path: Path) -> list[str]:
             after = held()
             assert most["KB"] - before["KB"] > 4 * LAYER_KB  # else there is nothing to see
             grown_kb = after.pop("KB") - before.pop("KB")
-            if all_ranks_find(grown_kb <= SLACK_KB and after == before):
+            if grown_kb <= SLACK_KB and after == before:
                 break
             if attempt == 2:
                 found.append(f"{ending.__name__} leaves {grown_kb} KB, {before} became {after}")
@@ -190,7 +181,22 @@ def test_destroy_gives_everything_back(tier: str, scratch: Path) -> None:
     assert list(scratch.iterdir()) == []
 
 
+def grown_on_ranks(path: Path) -> dict[str, int]:
+    """Return what a rank holds more after three rounds of all endings."""
+    live("nvme", path, between_steps)
+    clean_up()
+    before = held()
+    for _ in range(3):
+        for ending in ENDINGS:
+            live("nvme", path, ending)
+    clean_up()
+    return {what: count - before[what] for what, count in held().items()}
+
+
 @pytest.mark.nvme
 @pytest.mark.full
 def test_destroy_gives_everything_back_on_two_ranks(scratch: Path) -> None:
-    assert on_ranks(lambda _: left_behind("nvme", scratch), 2, scratch) == [[], []]
+    """The threads of gloo keep some 50 KB an engine, by and by less; a shard is 288 KB."""
+    for grown in on_ranks(lambda _: grown_on_ranks(scratch), 2, scratch):
+        assert grown.pop("KB") < 3 * len(ENDINGS) * LAYER_KB / 4
+        assert grown == {"descriptors": 0, "threads": 0}
