@@ -208,8 +208,10 @@ class MemoryPlan(DurableBytes):
 
         gloo reduces gradients in a copy of them; it gathers parameters in place. A copy that the
         heap keeps rather than the system gets back may still be there when the next one is made.
+        On GPUs NCCL does both in place; its own buffers do not depend on the model.
         """
-        if self.request.world_size == 1 or not self.request.trains:
+        request = self.request
+        if request.world_size == 1 or not (request.trains and request.device_is_host):
             return 0
         copies = [
             segment.layout(self.request.world_size).padded_numel * segment.gradient.size_bytes

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import platform
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -111,6 +112,8 @@ class Device(abc.ABC):
     torch_device: torch.device
     is_host: bool
     """Whether device memory is host memory: nothing is copied then."""
+    identity: str = ""
+    """What no other device of any node is called; the host has no name."""
 
     def __init__(self) -> None:
         self.copied_bytes = {"in": 0, "out": 0}
@@ -217,6 +220,7 @@ class CudaDevice(SeparateDevice):
     def __init__(self, index: int) -> None:
         super().__init__()
         self.torch_device = torch.device("cuda", index)
+        self.identity = _identity(index)
         self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
@@ -278,6 +282,13 @@ def _bytes(memory: Memory) -> torch.Tensor:
     if isinstance(memory, DeviceMemory):
         return memory.bytes
     return torch.frombuffer(memory.view(), dtype=torch.uint8)
+
+
+def _identity(index: int) -> str:
+    """Return what CUDA calls a GPU, wherever it is; an older torch knows only where it is."""
+    properties = torch.cuda.get_device_properties(index)
+    uuid = getattr(properties, "uuid", None)
+    return f"GPU-{uuid}" if uuid is not None else f"{platform.node()} cuda:{index}"
 
 
 def open_cuda_device(index: int) -> Device:

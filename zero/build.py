@@ -10,7 +10,7 @@ from estimators import MemoryPlan, SegmentSpec
 from offload import KeptFile, Kernels, Ledger, Store, StoreParts, load_kernels
 from zero import machine
 from zero.comm import Communicator
-from zero.devices import move_buffers
+from zero.devices import join_devices, move_buffers
 from zero.durable import DurableRun
 from zero.gradients import GradientReducer
 from zero.materialize import InitFunction, seal_units
@@ -32,6 +32,7 @@ def build_runtime(
     """Allocate what the plan says and move the model's values there, or those of a durable run."""
     model = describe_model(blueprint.plan.memory.request.segments)
     communicator.agree(model, "zero.initialize with a model of its own")
+    join_devices(blueprint.device, communicator)
     kernels = load_kernels(thread_count=machine.thread_count(communicator.local_world_size))
     kept = durable.open_file(io, blueprint.plan) if durable is not None else None
     parts = _store_parts(blueprint, io, kernels, communicator, ledger, kept)

@@ -219,7 +219,8 @@ class GradientReducer:
             shard = self._communicator.reduce_scatter_in_place(scratch)
             if self._communicator.world_size > 1:
                 shard.div_(self._communicator.world_size)
-                self._store.heap.freed(scratch.nbytes)  # the copy that gloo reduced in
+                if self._store.device.is_host:
+                    self._store.heap.freed(scratch.nbytes)  # the copy that gloo reduced in
         segment.dropped_gradients.clear()
         device = self._store.device
         with device.marking(f"gradients of {segment.spec.unit}"):

@@ -195,7 +195,7 @@ def make_blueprint(
     """Decide units and placement, and check that the disk can hold the plan."""
     changes = changes or Changes()
     device = open_device(settings.tiers.device)
-    _check_device(device, settings, world_size)
+    _check_device(device, settings)
     groups = update_groups(optimizer, changes.births)
     units = form_units(
         model,
@@ -295,16 +295,11 @@ def updates_on_device(settings: Settings, rule: UpdateRule | GenericRule) -> boo
     return False
 
 
-def _check_device(device: Device, settings: Settings, world_size: int) -> None:
+def _check_device(device: Device, settings: Settings) -> None:
     if device.is_host and settings.tiers.update_device == "device":
         raise ConfigError(
             'tiers.update_device is "device", but the model computes on the processor; write "auto"'
             ' or "cpu"'
-        )
-    if world_size > 1 and not device.is_host:
-        raise ConfigError(
-            f"{world_size} ranks cannot train on {device.torch_device.type} in this version; start"
-            ' one rank, or set tiers.device to "cpu"'
         )
 
 

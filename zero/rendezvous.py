@@ -20,6 +20,8 @@ import time
 import traceback
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,8 @@ class _Whereabouts:
     position: int = 0
     what: str = "nothing yet"
     inside: bool = False
+    mixing: bool = False
+    """Whether a collective of the engine itself waits, on whatever thread."""
     over: threading.Event = field(default_factory=threading.Event)
 
     def answer(self) -> dict[str, Any]:
@@ -55,7 +59,7 @@ class _Whereabouts:
             "position": self.position,
             "what": self.what,
             "place": place,
-            "waits": waits and not self.inside,
+            "waits": (waits or self.mixing) and not self.inside,
             "inside": self.inside,
             "gone": self.over.is_set(),
         }
@@ -97,6 +101,18 @@ class Rendezvous:
             here.inside = False
         if not alike:
             raise RankError(self._differences(str(here.position), what))
+
+    @contextmanager
+    def mixing(self) -> Iterator[None]:
+        """Tell whoever asks that this rank waits in a collective of the engine, not in a meeting.
+
+        The backward of a GPU runs on a thread of autograd, whose place nobody looks at.
+        """
+        self._here.mixing = True
+        try:
+            yield
+        finally:
+            self._here.mixing = False
 
     def close(self) -> None:
         """Come to no further meeting; the thread ends."""

@@ -9,6 +9,7 @@ is decided by chance.
 from __future__ import annotations
 
 import collections
+import os
 import random
 from dataclasses import dataclass
 
@@ -43,6 +44,7 @@ class SimulatedDevice(SeparateDevice):
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         self.torch_device = torch.device("cpu")
+        self.identity = f"simulated {os.getpid()}"
         self.chance = random.Random(seed)
         self._queues = {"in": collections.deque(), "out": collections.deque()}
 

@@ -16,7 +16,8 @@ from estimators import Section, Tier
 from estimators.summary import LIVE_PARAMETERS
 from offload import DeviceMemory
 from tests.support.configs import make_config
-from tests.support.grid import cells, run_cell
+from tests.support.fork_ranks import on_ranks
+from tests.support.grid import CLIP, cells, run_cell
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.tiny import TinyTransformer, make_batch, make_model
 
@@ -93,6 +94,73 @@ def test_bits_are_those_of_the_processor(
         assert step["read"] == step["planned_read"]
         assert step["written"] == step["planned_written"]
         assert (step["read"] > 0) == (cell["device"] == "nvme")
+
+
+RANK_CELLS = [
+    {
+        "device": device,
+        "with_parameters": stage == 3 and device != "none",
+        "accumulation": accumulation,
+        "clip": CLIP,
+        "dtype": "bf16",
+        "update_device": update_device,
+        "stage": stage,
+    }
+    for device, accumulation, update_device, stage in (
+        ("nvme", 2, "auto", 3),
+        ("cpu", 2, "cpu", 3),
+        ("cpu", 2, "auto", 2),
+        ("none", 2, "auto", 3),
+    )
+]
+
+
+def rank_outcomes(rank: int, world_size: int, scratch: Path) -> dict[str, Any]:
+    """Run cells on this rank, one on the processor and the others beside late devices."""
+    outcomes = [run_cell({**RANK_CELLS[-1], "update_device": "auto"}, str(scratch))]
+    devices = []
+
+    def open_simulated(_wanted: str) -> SimulatedDevice:
+        devices.append(SimulatedDevice(10 * rank + len(devices)))
+        return devices[-1]
+
+    zero.planning.open_device = open_simulated  # this process is the rank's own
+    for cell in RANK_CELLS[: 4 if world_size == 2 else 1]:
+        outcomes.append(run_cell(cell, str(scratch)))
+        outcomes[-1]["copied"] = dict(devices[-1].copied_bytes)
+    return {"outcomes": outcomes, "refusal": refusal_of_a_shared_device()}
+
+
+def refusal_of_a_shared_device() -> str:
+    def open_shared(_wanted: str) -> SimulatedDevice:
+        device = SimulatedDevice()
+        device.identity = "GPU-7"
+        return device
+
+    zero.planning.open_device = open_shared
+    try:
+        zero.initialize(model=make_model(), config=make_config(host_memory="1GB"))
+    except zero.ConfigError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.nvme
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_several_ranks_have_the_bits_of_the_processor(world_size: int, scratch: Path) -> None:
+    ranks = on_ranks(lambda rank: rank_outcomes(rank, world_size, scratch), world_size, scratch)
+    for rank in ranks:
+        expected, *others = rank["outcomes"]
+        assert len(others) == (4 if world_size == 2 else 1)
+        for found in others:
+            assert found["world_size"] == world_size
+            assert min(found["copied"].values()) > 0 or found["cell"]["device"] == "none"
+            assert found["mismatches"] == []
+            assert all(ours == reference > 0 for reference, ours in found["norms"])
+            assert found["digest"] == expected["digest"] == ranks[0]["outcomes"][0]["digest"]
+            assert found["losses"] == expected["losses"]
+        assert "ranks [0, 1" in rank["refusal"]
+        assert "compute on the same GPU (GPU-7)" in rank["refusal"]
 
 
 @pytest.mark.nvme
