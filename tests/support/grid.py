@@ -126,8 +126,8 @@ def run_cell(cell: dict[str, Any], nvme_path: str) -> dict[str, Any]:
         )
     final = full_parameters(engine)
     outcome["digest"] = digest(final)
-    if cell["dtype"] == "fp32" and engine.device.type == "cpu":
-        outcome["torch_difference"] = torch_difference(cell, engine.world_size, final)
+    if cell["dtype"] == "fp32":
+        outcome["torch_difference"] = torch_difference(cell, engine, final)
     engine.destroy()
     return outcome
 
@@ -167,27 +167,32 @@ def run_step(
     return gradients
 
 
-def torch_difference(cell: dict[str, Any], world_size: int, final: dict[str, np.ndarray]) -> float:
-    """Return the largest difference from an unsharded torch AdamW on the same data."""
-    trained = _torch_trained(cell["accumulation"], cell["clip"], world_size)
+def torch_difference(
+    cell: dict[str, Any], engine: zero.ZeroEngine, final: dict[str, np.ndarray]
+) -> float:
+    """Return the largest difference from an unsharded torch AdamW on the same data and device."""
+    trained = _torch_trained(cell["accumulation"], cell["clip"], engine.world_size, engine.device)
     return max(
         float(np.abs(final[name] - values).max(initial=0.0)) for name, values in trained.items()
     )
 
 
-_TORCH_CACHE: dict[tuple[int, float, int], dict[str, np.ndarray]] = {}
+_TORCH_CACHE: dict[tuple[int, float, int, str], dict[str, np.ndarray]] = {}
 
 
-def _torch_trained(accumulation: int, clip: float, world_size: int) -> dict[str, np.ndarray]:
-    key = (accumulation, clip, world_size)
+def _torch_trained(
+    accumulation: int, clip: float, world_size: int, device: torch.device
+) -> dict[str, np.ndarray]:
+    key = (accumulation, clip, world_size, device.type)
     if key not in _TORCH_CACHE:
-        model = make_model(extra=EXTRA)
+        model = make_model(extra=EXTRA).to(device)
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
         )
         for step in range(STEPS):
             for micro, rank in itertools.product(range(accumulation), range(world_size)):
-                loss = model(*make_batch(step * accumulation + micro, rank))
+                batch = make_batch(step * accumulation + micro, rank)
+                loss = model(*(each.to(device) for each in batch))
                 (loss / (accumulation * world_size)).backward()
             if clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
