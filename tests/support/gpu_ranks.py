@@ -6,6 +6,7 @@ one rank when they begin, and `FOLDER/several` one of theirs when they end.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import sys
@@ -23,6 +24,8 @@ from tests.support.observe import state_digest
 from tests.support.tiny import make_batch, make_model
 
 STEPS = 40
+LIMIT_S = 150
+"""After so long a rank says where it hangs, and ends."""
 
 
 def rank_cells() -> list[dict[str, Any]]:
@@ -111,6 +114,7 @@ def elastic(folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Run all parts, and write down what came of each."""
     folder = Path(sys.argv[1])
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
     zero.init_distributed()
     rank = torch.distributed.get_rank()
@@ -128,6 +132,7 @@ def main() -> None:
     note("growth")
     found["elastic"] = elastic(folder)
     note("elastic")
+    faulthandler.cancel_dump_traceback_later()
     torch.distributed.destroy_process_group()
 
 
