@@ -10,6 +10,8 @@ fence says when it has ended.
    it; between both directions only a fence orders.
 3. Device memory that a copy reads or writes is freed or overwritten by work that is issued after
    `Device.join` of its fence.
+4. Other work may run beside the device's own order, too: what ranks exchange. It begins once the
+   work issued before it is done, and a copy that it waits for; the three rules are its own as well.
 A slot keeps the fence of the last copy that used it, and whoever takes it next waits.
 """
 
@@ -19,7 +21,7 @@ import abc
 import contextlib
 import platform
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -131,6 +133,15 @@ class Device(abc.ABC):
         """Let the work that is issued from here on begin after a copy has ended."""
 
     @abc.abstractmethod
+    def beside(
+        self, work: Callable[[], object], memory: torch.Tensor, after: Fence = PASSED
+    ) -> Fence:
+        """Issue work that runs beside what is issued later; it reads and writes `memory` alone.
+
+        It begins after a copy, and everything that was issued before.
+        """
+
+    @abc.abstractmethod
     def settle(self) -> None:
         """Wait, on the host, until no copy is in flight."""
 
@@ -206,6 +217,16 @@ class HostDevice(Device):
     def join(self, fence: Fence) -> None:
         """Do nothing: every copy has ended."""
 
+    def beside(
+        self,
+        work: Callable[[], object],
+        memory: torch.Tensor,  # noqa: ARG002  nothing is in flight
+        after: Fence = PASSED,  # noqa: ARG002
+    ) -> Fence:
+        """Do the work now."""
+        work()
+        return PASSED
+
     def settle(self) -> None:
         """Do nothing: every copy has ended."""
 
@@ -215,7 +236,7 @@ class HostDevice(Device):
 
 
 class CudaDevice(SeparateDevice):
-    """A GPU, with a stream for copies in and one for copies out beside that of its work."""
+    """A GPU, with streams for copies in, copies out and exchanges beside that of its work."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -223,6 +244,7 @@ class CudaDevice(SeparateDevice):
         self.identity = _identity(index)
         self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._beside = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def _start(self, way: str, source: Memory, target: Memory, after: Fence) -> Fence:
         """Copy on the stream of the direction."""
@@ -232,6 +254,23 @@ class CudaDevice(SeparateDevice):
             stream.wait_event(after.event)
         with torch.cuda.stream(stream):
             _bytes(target).copy_(_bytes(source), non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+        return _CudaFence(event)
+
+    def beside(
+        self,
+        work: Callable[[], object],
+        memory: torch.Tensor,  # noqa: ARG002  its caller keeps it until the fence was joined
+        after: Fence = PASSED,
+    ) -> Fence:
+        """Issue work on a stream of its own."""
+        stream = self._beside
+        stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        if isinstance(after, _CudaFence):
+            stream.wait_event(after.event)
+        with torch.cuda.stream(stream):
+            work()
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return _CudaFence(event)
@@ -247,9 +286,9 @@ class CudaDevice(SeparateDevice):
             torch.cuda.current_stream(self.torch_device).wait_event(fence.event)
 
     def settle(self) -> None:
-        """Wait for both streams of copies."""
-        self._in.synchronize()
-        self._out.synchronize()
+        """Wait for the streams beside that of the device's own work."""
+        for stream in (self._in, self._out, self._beside):
+            stream.synchronize()
 
     def arena(self, size_bytes: int) -> HostArena:
         """Return memory that is registered with CUDA, or plain memory and a warning."""

@@ -9,6 +9,7 @@ from aio_ops import Engine
 from estimators import MemoryPlan, SegmentSpec
 from offload import KeptFile, Kernels, Ledger, Store, StoreParts, load_kernels
 from zero import machine
+from zero.coming import let_come
 from zero.comm import Communicator
 from zero.devices import join_devices, move_buffers
 from zero.durable import DurableRun
@@ -41,6 +42,7 @@ def build_runtime(
     limits = PrefetchLimits(settings.prefetch_numel, settings.live_numel)
     try:
         units, segments = _make_units(blueprint, communicator)
+        let_come(segments, store, communicator)
         reducer = (
             GradientReducer(segments, store, kernels, communicator)
             if blueprint.optimizer is not None

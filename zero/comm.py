@@ -83,6 +83,8 @@ class Communicator:
         self._host_group = self._group_of("gloo", "cpu") if joined else None
         self._device_group: dist.ProcessGroup | None = None
         """For tensors on GPUs, once `use_gpu` was called; None is the default group."""
+        self._exchanged = 0
+        """Collectives so far. NCCL knows them by their order alone, so ranks compare it."""
         self.rank = dist.get_rank() if joined else 0
         self.world_size = dist.get_world_size() if joined else 1
         self.rendezvous = Rendezvous(self.rank, self.world_size)
@@ -115,6 +117,7 @@ class Communicator:
     @contextmanager
     def _mixing(self, tensor: torch.Tensor) -> Iterator[dist.ProcessGroup | None]:
         """Give the group that moves a tensor; the others can ask meanwhile what this rank does."""
+        self._exchanged += 1
         with self.rendezvous.mixing():
             yield self._device_group if tensor.is_cuda else self._host_group
 
@@ -209,14 +212,17 @@ class Communicator:
         """
         if self.world_size == 1:
             return list(wanted)
-        rows = self.gather_rows(torch.tensor([place, *wanted]))
-        places = rows[:, 0].tolist()
-        if any(other != place for other in places):
+        rows = self.gather_rows(torch.tensor([place, self._exchanged, *wanted]))
+        places = rows[:, :2].tolist()
+        if any(other != places[0] for other in places):
+            numbers = ", ".join(f"rank {rank}: {at}" for rank, (at, _) in enumerate(places))
+            counts = ", ".join(f"rank {rank}: {done}" for rank, (_, done) in enumerate(places))
             raise RuntimeError(
-                f"rank {self.rank} is at {what} (number {place}), but the ranks are at numbers"
-                f" {places}: all ranks must use the same parts of the model in the same order"
+                f"rank {self.rank} is at {what}, but the ranks are at other numbers ({numbers}) or"
+                f" have exchanged other things before ({counts}): all ranks must use the same parts"
+                " of the model in the same order"
             )
-        return [bool(any_rank) for any_rank in rows[:, 1:].any(0).tolist()]
+        return [bool(any_rank) for any_rank in rows[:, 2:].any(0).tolist()]
 
     def raise_together(self, error: Exception | None, what: str) -> None:
         """Raise what failed on this rank, or a `RankError` if it failed on another one.

@@ -6,6 +6,9 @@ scattered over the ranks, averaged, added to what the window has accumulated, an
 of the sum are taken over this rank's pieces. So a norm never depends on tiers, slots or sub-groups.
 Where nothing moves, the tensors that autograd made are kept instead, see `zero/kept.py`.
 
+On a device of its own the exchange between ranks runs beside the backward of the next unit; what
+follows it is issued when that unit is reduced, or the backward ends.
+
 [Note: missing gradients] Ranks may use different parts of a unit: experts, branches, layers that a
 batch skips. So several ranks reduce at the ends alone, where they first tell each other which
 segments got anything; a rank that has nothing for one gives zeros.
@@ -52,6 +55,8 @@ class GradientReducer:
         self._scratch: dict[int, torch.Tensor] = {}
         self._arrived: dict[int, set[int]] = {}
         self._squares = SquaredNorms(segments, store, kernels)
+        self._reducing: collections.deque[tuple[Segment, torch.Tensor, Fence]] = collections.deque()
+        """Unsharded gradients that ranks are exchanging, beside the device's own work."""
         self._leaving: collections.deque[tuple[torch.Tensor, Fence]] = collections.deque()
         """Unsharded gradients that are being copied from a device, see [Note: copies]."""
         self._names = {
@@ -96,6 +101,7 @@ class GradientReducer:
             each.index in looked_at and each.index in self._scratch for each in self._segments
         ]
         union = self._communicator.union(place, wanted, "the end of a backward")
+        self._finish_reducing()
         for segment, is_wanted in zip(self._segments, union, strict=True):
             if is_wanted:
                 self._scratch_of(segment)
@@ -103,6 +109,7 @@ class GradientReducer:
             elif segment.index in looked_at:
                 self.kept.merge(segment)
         if segments is None:
+            self._finish_reducing()
             self._let_leave(0)
             self.shown.show()
 
@@ -110,12 +117,14 @@ class GradientReducer:
         """Drop gradients that have arrived but are not reduced: their backward failed."""
         self._scratch.clear()
         self._arrived.clear()
+        while self._reducing:
+            self._store.device.join(self._reducing.popleft()[2])
         self._let_leave(0)
         self.kept.abandon()
 
     def has_pending(self) -> bool:
         """Tell whether gradients wait for their reduction."""
-        return bool(self._scratch) or self.kept.is_arriving
+        return bool(self._scratch or self._reducing) or self.kept.is_arriving
 
     def global_norm(self) -> float:
         """Return the L2 norm of the accumulated gradients of all ranks, computed in fp64.
@@ -188,13 +197,14 @@ class GradientReducer:
         scratch = self._scratch.get(segment.index)
         if scratch is None:
             self._make_room(segment)
-            self._let_leave(1)
+            self._let_leave(0 if self._reducing else 1)
             dtype = torch_dtype(segment.spec.gradient)
             scratch = self._store.device.zeros(segment.layout.padded_numel, dtype)
             self._arrived[segment.index] = set()
             self._scratch[segment.index] = scratch
             held = sum(each.nbytes for each in self._scratch.values())
             held += sum(each.nbytes for each, _ in self._leaving)
+            held += sum(each.nbytes for _, each, _ in self._reducing)
             self._ledger.observe(GRADIENT_SCRATCH, held)
         return scratch
 
@@ -215,12 +225,30 @@ class GradientReducer:
         self._arrived.pop(segment.index, None)
         if not scratch.numel():
             return
+        if self._communicator.world_size == 1:
+            self._keep(segment, scratch, self._communicator.own_slice(scratch))
+            return
         with self._ledger.timing(Activity.COLLECTIVE):
-            shard = self._communicator.reduce_scatter_in_place(scratch)
-            if self._communicator.world_size > 1:
-                shard.div_(self._communicator.world_size)
-                if self._store.device.is_host:
-                    self._store.heap.freed(scratch.nbytes)  # the copy that gloo reduced in
+            fence = self._store.device.beside(
+                lambda: self._communicator.reduce_scatter_in_place(scratch), scratch
+            )
+        self._reducing.append((segment, scratch, fence))
+        if fence is PASSED:
+            self._finish_reducing()
+
+    def _finish_reducing(self) -> None:
+        """Average what the ranks have exchanged, and put it where it rests."""
+        while self._reducing:
+            segment, scratch, fence = self._reducing.popleft()
+            self._store.device.join(fence)
+            shard = self._communicator.own_slice(scratch)
+            shard.div_(self._communicator.world_size)
+            if self._store.device.is_host:
+                self._store.heap.freed(scratch.nbytes)  # the copy that gloo reduced in
+            self._keep(segment, scratch, shard)
+
+    def _keep(self, segment: Segment, scratch: torch.Tensor, shard: torch.Tensor) -> None:
+        """Accumulate this rank's shard of the gradients of a segment, and measure it."""
         segment.dropped_gradients.clear()
         device = self._store.device
         with device.marking(f"gradients of {segment.spec.unit}"):

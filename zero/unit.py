@@ -41,7 +41,7 @@ from offload import (
 from offload.arrays import torch_dtype
 from offload.ledger import Activity
 from zero.aliases import LateAliases, checksums, checksums_of
-from zero.coming import ComingParameters, read_flat
+from zero.coming import ComingParameters, agree_on, read_flat
 from zero.comm import Communicator
 from zero.late import Checksums, differing
 from zero.replicated import gather_values
@@ -98,6 +98,8 @@ class Segment:
         self.late_differences: torch.Tensor | None = None
         """On a device, which parameters checksums showed to be written; [Note: late comparison]."""
         self.coming = ComingParameters(self)
+        self.change_count = 0
+        """Grows with every change of the values, on all ranks alike."""
         self._has_masters = False
         """Whether it rests in place and its masters elsewhere."""
         self._sums_hold = False
@@ -143,10 +145,11 @@ class Segment:
         """Read this rank's shard into the flat buffer and gather the others'."""
         if self.is_in_place:
             return
-        if not self.coming.take(store):
-            self._device.join(read_flat(self, store))
+        if self.coming.take(store):
+            return
+        self._device.join(read_flat(self, store))
         with ledger.timing(Activity.COLLECTIVE):
-            self.communicator.agree(self.index, f"the parameters of unit {self.spec.unit}")
+            agree_on(self)
             self.communicator.all_gather_in_place(self.flat)
 
     def expose(self) -> None:
@@ -294,11 +297,13 @@ class Segment:
     def forget_value(self, position: int) -> None:
         """Tell autograd that one parameter changed, and take the change as known."""
         torch.autograd.graph.increment_version([self.members[position].parameter])
+        self.change_count += 1
         self.accept_changes(position)
 
     def forget_values(self) -> None:
         """Tell autograd that the values changed: a graph that saved the old ones must not run."""
         torch.autograd.graph.increment_version(self.parameters)
+        self.change_count += 1
         self._sums_hold = False
 
     def _has_strayed(self, member: ManagedParameter) -> bool:

@@ -126,6 +126,7 @@ def run_cell(cell: dict[str, Any], nvme_path: str) -> dict[str, Any]:
         )
     final = full_parameters(engine)
     outcome["digest"] = digest(final)
+    outcome["came_ahead"] = sum(event == "prefetch" for event, _ in engine.ledger.events)
     if cell["dtype"] == "fp32":
         outcome["torch_difference"] = torch_difference(cell, engine, final)
     engine.destroy()
