@@ -28,6 +28,7 @@ def run(program: str, arguments: list[str]) -> dict[str, Any]:
     """Run a program and return what its last line says, with the baseline of its process."""
     importlib.import_module("deepspeed")  # only its memory counts
     import torch
+
     importlib.import_module("transformers.models.llama.modeling_llama")
 
     if torch.cuda.is_available():

@@ -23,6 +23,15 @@ _HEAD = (
     "of the drive's limit",
     "last loss (peer)",
 )
+_PEER_HEAD = (
+    "peer's run",
+    "step, s",
+    "spread, s",
+    "device peak, GB",
+    "RSS, GB + baseline",
+    "start-up, s",
+    "losses",
+)
 
 
 def peer_seconds(outcome: dict[str, Any]) -> float | None:
@@ -59,6 +68,12 @@ def line(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def described(found: dict[str, Any]) -> str:
+    """Return what one row has found, in words."""
+    named = zip(_HEAD[1:], line(found)[1:], strict=True)
+    return "; ".join(f"{name}: {value}" for name, value in named)
+
+
 def beside(ours: float, theirs: float | None) -> str:
     """Return two numbers, the peer's in brackets where it is known."""
     return f"{ours:.2f}" + (f" ({theirs:.2f})" if theirs is not None else "")
@@ -71,11 +86,32 @@ def losses(ours: list[dict[str, float]], theirs: list[list[float]]) -> str:
     return f"{text} ({theirs[last][4]:.4f}, step {last + 1})" if theirs else text
 
 
+def peer_line(name: str, peer: dict[str, Any]) -> list[str]:
+    """Return the cells of one run of the peer."""
+    steps = [row[3] for row in peer["rows"][1:]]
+    baseline = peer["baseline_bytes"] / GB
+    return [
+        name,
+        f"{statistics.median(steps):.2f}",
+        f"{min(steps):.2f} to {max(steps):.2f}",
+        f"{peer['gpu_peak_gb']:.2f}",
+        f"{peer['rss_peak_gb'] - baseline:.2f} + {baseline:.2f}",
+        f"{peer['init_s']:.1f}",
+        " ".join(f"{row[4]:.4f}" for row in peer["rows"]),
+    ]
+
+
 def merge(folder: Path) -> str:
-    """Return the table of all rows in a folder, as Markdown."""
-    lines = [_HEAD, ("---",) * len(_HEAD)]
+    """Return the tables of all rows in a folder, as Markdown: the peer's runs, then ours."""
+    peers, rows = [], []
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         if "ours" in found:
-            lines.append(tuple(line(found)))
-    return "\n".join(f"| {' | '.join(each)} |" for each in lines)
+            rows.append(line(found))
+        elif "baseline_bytes" in found:
+            peers.append(peer_line(path.stem, found))
+    return "\n\n".join(
+        "\n".join(f"| {' | '.join(each)} |" for each in (head, ["---"] * len(head), *table))
+        for head, table in ((_PEER_HEAD, peers), (_HEAD, rows))
+        if table
+    )
