@@ -172,7 +172,7 @@ class MemoryPlan(DurableBytes):
                 units[segment.unit_index] = units.get(segment.unit_index, 0) + size
         return root + sum(sorted(units.values())[-others:])
 
-    @property
+    @cached_property
     def live_parameter_bytes(self) -> int:
         """Peak bytes of unsharded parameters (a backward holds the root and two units).
 
@@ -189,7 +189,7 @@ class MemoryPlan(DurableBytes):
             others=2 if self.request.device_is_host else 3,
         )
 
-    @property
+    @cached_property
     def gradient_scratch_bytes(self) -> int:
         """Peak bytes of unsharded gradients on their way to their shards."""
         world_size = self.request.world_size
@@ -221,7 +221,7 @@ class MemoryPlan(DurableBytes):
         kept = [copy for copy in copies if copy <= HEAP_KEPT_BYTES]
         return max(copies, default=0) + max(kept, default=0)
 
-    @property
+    @cached_property
     def device_buffer_bytes(self) -> int:
         """Bytes of one of the buffers through which a device updates what rests elsewhere."""
         request = self.request

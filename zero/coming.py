@@ -76,6 +76,11 @@ class UnitAhead:
     def __init__(self) -> None:
         self._unit: Unit | None = None
 
+    @property
+    def sharded(self) -> tuple[Unit, ...]:
+        """The unit, if its parameters come or have come and do not count yet."""
+        return () if self._unit is None or self._unit.is_unsharded else (self._unit,)
+
     def start(self, unit: Unit, store: Store) -> None:
         """Begin with a unit; what came before and was not used is freed."""
         if self._unit is not unit:

@@ -95,6 +95,18 @@ class GradientReducer:
         Args:
             segments: the segments to look at; all of them by default.
         """
+        if self._communicator.world_size == 1:
+            for segment in self._segments if segments is None else segments:
+                self._flush_one(segment, is_wanted=segment.index in self._scratch)
+        else:
+            self._flush_together(segments)
+        if segments is None:
+            self._finish_reducing()
+            self._let_leave(0)
+            self.shown.show()
+
+    def _flush_together(self, segments: Sequence[Segment] | None) -> None:
+        """Reduce what has arrived on any rank; all ranks say so in one vector."""
         looked_at = {segment.index for segment in segments or self._segments}
         place = -1 if segments is None else min(looked_at, default=-1)
         wanted = [
@@ -103,15 +115,15 @@ class GradientReducer:
         union = self._communicator.union(place, wanted, "the end of a backward")
         self._finish_reducing()
         for segment, is_wanted in zip(self._segments, union, strict=True):
-            if is_wanted:
-                self._scratch_of(segment)
-                self._reduce(segment)
-            elif segment.index in looked_at:
-                self.kept.merge(segment)
-        if segments is None:
-            self._finish_reducing()
-            self._let_leave(0)
-            self.shown.show()
+            if is_wanted or segment.index in looked_at:
+                self._flush_one(segment, is_wanted=is_wanted)
+
+    def _flush_one(self, segment: Segment, *, is_wanted: bool) -> None:
+        if is_wanted:
+            self._scratch_of(segment)
+            self._reduce(segment)
+        else:
+            self.kept.merge(segment)
 
     def abandon(self) -> None:
         """Drop gradients that have arrived but are not reduced: their backward failed."""

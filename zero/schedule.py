@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from estimators.summary import LIVE_PARAMETERS
-from offload import Store
+from offload import Store, pages_parameters
 from zero.coming import UnitAhead
 from zero.gradients import GradientReducer
 from zero.guard import SavedTensorGuard
@@ -70,6 +70,14 @@ class UnitScheduler:
         self._tasks_with_callback: set[int] = set()
         self._handles: list[Any] = []
         self._forward_thread: int | None = None
+        self._forwards = 0
+        """Forwards of units that run, one inside another."""
+        self._copies = not store.device.is_host
+        """Whether what computes has memory of its own, into which parameters are copied."""
+        self._pages = False
+        """Whether parameters rest on NVMe."""
+        self._unsharded: dict[int, Unit] = {}
+        """Units that move and are unsharded, by index: few of them, whatever the model's depth."""
         self._is_retired = False
         self.on_resize: Callable[[Any], None] | None = None
         """Gives a parameter of this runtime another shape."""
@@ -80,6 +88,8 @@ class UnitScheduler:
 
     def install(self) -> None:
         """Register the hooks; units that never move get none."""
+        segments = range(len(self._store.plan.request.segments))
+        self._pages = any(pages_parameters(self._store, index) for index in segments)
         for unit in self.units:
             if unit.moves:
                 self._handles.append(
@@ -122,7 +132,7 @@ class UnitScheduler:
 
     @property
     def _in_forward(self) -> bool:
-        return any(unit.forward_depth for unit in self.units)
+        return self._forwards > 0
 
     def recover_if_idle(self) -> None:
         """Drop what a failed backward has left, if no forward and no backward runs."""
@@ -151,6 +161,7 @@ class UnitScheduler:
                 unit.forward_depth = 0
                 self._tokens[unit.index].clear()
                 self._release(unit)
+        self._forwards = 0
         if failed and announce:
             warnings.warn(
                 "a backward failed; the gradients of this accumulation window are dropped",
@@ -174,6 +185,7 @@ class UnitScheduler:
                 " one state: give each thread its turn, or its own engine"
             )
         unit.forward_depth += 1
+        self._forwards += 1
         token = object()
         self._tokens[unit.index].append(token)
         self._guard.push()
@@ -193,6 +205,7 @@ class UnitScheduler:
         if self._forward_thread != threading.get_ident():
             return output  # a pre-hook failed before ours ran, or ours refused this thread
         unit.forward_depth -= 1
+        self._forwards -= 1
         token = self._tokens[unit.index].pop()
         self._guard.pop()
         storages = {segment.flat.untyped_storage()._cdata for segment in unit.segments}
@@ -235,26 +248,30 @@ class UnitScheduler:
 
     def _acquire(self, unit: Unit, phase: Phase) -> None:
         self._unshard(unit)
-        self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(self.units))
-        spare = self._limits.live_numel - sum(
-            each.numel for each in self.units if each.moves and each.is_unsharded
-        )
+        present = [*self._unsharded.values(), *self.ahead.sharded]
+        self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(present))
+        following = self._order.visit(phase, unit.index)
+        if not (self._pages or self._copies):
+            return
+        spare = self._limits.live_numel - sum(each.numel for each in self._unsharded.values())
         spare = min(spare, self._limits.prefetch_numel)
         ahead_bytes = 0
-        for position, predicted in enumerate(self._order.visit(phase, unit.index)):
-            following = self.units[predicted]
-            spare -= following.numel
+        for position, predicted in enumerate(following):
+            unit_ahead = self.units[predicted]
+            spare -= unit_ahead.numel
             if spare < 0:
                 break
-            if not position and not self._store.device.is_host:
-                self.ahead.start(following, self._store)
-            if not self._read_ahead(following):
+            if not position and self._copies:
+                self.ahead.start(unit_ahead, self._store)
+            if not self._pages or not self._read_ahead(unit_ahead):
                 break
-            ahead_bytes += following.shard_bytes
+            ahead_bytes += unit_ahead.shard_bytes
             self._store.ledger.observe(READ_AHEAD, ahead_bytes)
 
     def _unshard(self, unit: Unit) -> None:
         unit.unshard(self._store)
+        if unit.moves:
+            self._unsharded[unit.index] = unit
         self._guard.watch(unit)
 
     def _read_ahead(self, unit: Unit) -> bool:
@@ -265,6 +282,7 @@ class UnitScheduler:
         if not unit.is_held:
             self._guard.forget(unit)
             held_bytes = unit.live_bytes
+            self._unsharded.pop(unit.index, None)
             unit.reshard()
             if self._store.device.is_host:
                 self._store.heap.freed(held_bytes)

@@ -364,6 +364,8 @@ class Unit:
         self.name = name
         self.module = module
         self.segments = tuple(segments)
+        self.numel = sum(sum(segment.layout.numels) for segment in self.segments)
+        """Elements of the full parameters."""
         self.state = UnitState.SHARDED
         self.forward_depth = 0
         self.gather_depth = 0
@@ -383,11 +385,6 @@ class Unit:
             for segment in self.segments
             if not segment.is_in_place
         )
-
-    @property
-    def numel(self) -> int:
-        """Elements of the full parameters."""
-        return sum(sum(segment.layout.numels) for segment in self.segments)
 
     @property
     def shard_bytes(self) -> int:
