@@ -118,23 +118,29 @@ CPU_SHAPES: dict[str, dict[str, Any]] = {
 }
 
 GPU_SHAPES: dict[str, dict[str, Any]] = {
-    "dense": {"config": llama(2048, 5632, 8, 16, vocab_size=32000)},
+    "dense": {"config": llama(2048, 5632, 5, 16, vocab_size=32000), "host_bytes": 4 * GB},
     "wide vocabulary": {
-        "config": llama(2048, 5632, 4, 16, vocab_size=128256), "samples": 2, "host_bytes": 8 * GB,
+        "config": llama(1536, 4096, 4, 12, vocab_size=128256), "host_bytes": 6 * GB,
     },
     "deep and narrow": {
-        "config": llama(512, 1408, 48, 8, vocab_size=32000), "samples": 8, "host_bytes": GB,
+        "config": llama(512, 1408, 48, 8, vocab_size=32000),
+        "samples": 8,
+        "host_bytes": 3 * GB // 2,
     },
-    "experts": {"config": experts(2048, 5632, 3, 16, vocab_size=32000), "host_bytes": 9 * GB},
+    "experts": {
+        "config": experts(2048, 5632, 2, 16, vocab_size=32000), "samples": 4, "host_bytes": 7 * GB,
+    },
     "encoder": {
-        "config": encoder(2048, 8192, 8, 16, vocab_size=30522), "sequence": 512, "samples": 8,
+        "config": encoder(2048, 8192, 6, 16, vocab_size=30522),
+        "sequence": 512,
+        "samples": 4,
+        "host_bytes": 4 * GB,
     },
 }  # fmt: skip
 _GPU_DEFAULTS = {
-    "samples": 4,
+    "samples": 2,
     "sequence": 1024,
     "dtype": "bf16",
-    "host_bytes": 5 * GB,
     "steps": 4,
 }
 
