@@ -11,6 +11,7 @@ from estimators.formats import ElementType, GenericRule, StateFormat, UpdateRule
 from estimators.hardware import Bandwidths, bandwidths_of
 from estimators.models import ModelShape, ParameterShape
 from estimators.placement import Budget, PlanError
+from estimators.rates import DriveRates
 from estimators.segments import PlacementRequest, SegmentSpec, Tier
 from estimators.start import StartTensor, start_bytes
 
@@ -93,6 +94,9 @@ class PlanInputs:
     """Whether parameters get their values only when they are sharded."""
     built_element: ElementType = ElementType.FP32
     """Type in which the model is built."""
+    placement_rates: DriveRates | None = None
+    """A rank's share of the drive's rates, as far as the allocator will know them: those of the
+    configuration. What else is known (`node.bandwidths`) tells the time alone."""
 
     def __post_init__(self) -> None:
         if self.accumulation_steps < 1:
@@ -177,7 +181,7 @@ def placement_request(inputs: PlanInputs) -> PlacementRequest:
         start_bytes=start_bytes(tensors, shards, world_size) if is_host else 0,
         slot_count=inputs.slot_count,
         micro_batches=inputs.accumulation_steps,
-        rates=inputs.node.bandwidths.drive,
+        rates=inputs.placement_rates,
         durable=inputs.is_durable,
         device_is_host=is_host,
         update_on_device=(
