@@ -313,4 +313,6 @@ class GradientReducer:
     def _let_leave(self, count: int) -> None:
         """Free unsharded gradients that were copied to host memory, all but the last `count`."""
         while len(self._leaving) > count:
-            self._store.device.join(self._leaving.popleft()[1])
+            _, fence = self._leaving[0]  # it keeps its memory until the device has joined
+            self._store.device.join(fence)
+            self._leaving.popleft()

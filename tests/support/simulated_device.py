@@ -3,7 +3,8 @@
 Its memory is host memory, kept apart. A copy fills its target with 0xFF, which is NaN in every
 floating-point type (unless it must begin after another copy), and is made when somebody waits for
 its fence or joins it, with all earlier ones of its direction. Whether a copy has ended without that
-is decided by chance. What runs beside is as late.
+is decided by chance. What runs beside is as late. Copies keep no device memory alive: where it was
+freed before somebody waited, that is an error.
 """
 
 from __future__ import annotations
@@ -15,10 +16,42 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio_ops import HostArena, Span
 from offload.arrays import copy_bytes
 from offload.device import PASSED, Fence, Memory, SeparateDevice
+
+
+class Held:
+    """Memory of a copy in flight: what is on the device lives as long as others keep it."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._span: Span | None = None
+        if isinstance(memory, Span):
+            self._span = memory
+            return
+        storage = memory.bytes.untyped_storage()
+        self._storage = StorageWeakRef(storage)
+        self._end_bytes = memory.bytes.storage_offset() + memory.size_bytes
+        self._place = memory.bytes.data_ptr(), memory.size_bytes
+
+    def span(self) -> Span:
+        """Return where it is, or raise if it is nowhere."""
+        if self._span is not None:
+            return self._span
+        storage = self._alive()
+        if storage is None or self._end_bytes > storage.nbytes():
+            raise RuntimeError("device memory was freed while a copy used it")
+        return Span(*self._place, storage)
+
+    def _alive(self) -> torch.UntypedStorage | None:
+        if self._storage.expired():
+            return None
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
+            self._storage.cdata
+        )
+        return found
 
 
 @dataclass(eq=False)
@@ -40,8 +73,8 @@ class _Late(Fence):
 
 @dataclass(eq=False)
 class _LateCopy(_Late):
-    source: Memory
-    target: Memory
+    source: Held
+    target: Held
     after: Fence
 
     def done(self) -> bool:
@@ -51,7 +84,7 @@ class _LateCopy(_Late):
 
     def make(self) -> None:
         self.after.wait()
-        source, target = _span(self.source), _span(self.target)
+        source, target = self.source.span(), self.target.span()
         copy_bytes(source, target, source.size_bytes)
         del self.source, self.target
 
@@ -81,8 +114,8 @@ class SimulatedDevice(SeparateDevice):
 
     def _start(self, way: str, source: Memory, target: Memory, after: Fence) -> Fence:
         if after is PASSED or (isinstance(after, _Late) and after.is_over):
-            _span(target).view()[:] = b"\xff" * target.size_bytes
-        fence = _LateCopy(self, self._queues[way], source, target, after)
+            Held(target).span().view()[:] = b"\xff" * target.size_bytes
+        fence = _LateCopy(self, self._queues[way], Held(source), Held(target), after)
         self._queues[way].append(fence)
         return fence
 
@@ -114,12 +147,3 @@ class SimulatedDevice(SeparateDevice):
             first = fence.queue.popleft()
             first.make()
             first.is_over = True
-
-
-def _span(memory: Memory) -> Span:
-    if isinstance(memory, Span):
-        return memory
-    storage = memory.bytes.untyped_storage()
-    if memory.bytes.storage_offset() + memory.size_bytes > storage.nbytes():
-        raise RuntimeError("device memory was freed while a copy used it")
-    return Span(memory.bytes.data_ptr(), memory.size_bytes, storage)
