@@ -23,7 +23,7 @@ from estimators.summary import GRADIENT_SCRATCH
 from offload import Kernels, Ledger, Store
 from offload.arrays import torch_dtype
 from offload.device import PASSED, Fence
-from offload.ledger import Activity
+from offload.ledger import REDUCED, Activity
 from zero.comm import Communicator
 from zero.hooks import ModuleHook
 from zero.kept import KeptGradients
@@ -217,6 +217,7 @@ class GradientReducer:
             return
         with self._ledger.timing(Activity.COLLECTIVE):
             shard = self._communicator.reduce_scatter_in_place(scratch)
+            self._ledger.exchanged(REDUCED, scratch.nbytes, self._communicator.world_size)
             if self._communicator.world_size > 1:
                 shard.div_(self._communicator.world_size)
                 self._store.heap.freed(scratch.nbytes)  # the copy that gloo reduced in

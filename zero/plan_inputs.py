@@ -158,6 +158,7 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         else tiers.device_memory_bytes // node.gpus,
         updates_on_device=updates_on_device(settings, rule),
         stage=settings.stage,
+        persistence=settings.persistence,
         rule=rule,
         format_overrides=tuple(
             (each.pattern, each.state_format) for each in tiers.format_overrides
