@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -103,9 +103,7 @@ def form_units(
     format_of: Callable[[str, nn.Parameter], StateFormat | None] = lambda *_: None,
     world_size: int = 1,
 ) -> list[UnitBlueprint]:
-    """Return the units of a model, the root unit first.
-
-    A parameter that units share belongs to the root, as do those that stay on the device.
+    """Return the units of a model, the root unit first, to which shared parameters belong.
 
     Args:
         model: the model, on the CPU or on `meta`.
@@ -122,31 +120,27 @@ def form_units(
     """
     _check_shared_memory(model)
     blocks = find_blocks(model, world_size)
-    owners = _owners(model, [block for _, block in blocks])
+    owners = _owners(model, blocks)
     group_of = {id(each): index for index, group in enumerate(groups) for each in group}
-    members: list[list[ManagedParameter]] = [[] for _ in range(len(blocks) + 1)]
     managed = [
-        (order, name, parameter)
+        ManagedParameter(
+            name,
+            parameter,
+            order,
+            grouping.element or _element_of(name, parameter),
+            group_of.get(id(parameter), -1) if parameter.requires_grad else -1,
+            parameter.requires_grad,
+            format_of(name, parameter),
+        )
         for order, (name, parameter) in enumerate(model.named_parameters())
         if _is_managed(name, parameter, replaced)
     ]
-    sizes = [(numels or {}).get(id(each), each.numel()) for _, _, each in managed]
-    stays = grouping.persistence.choose(sizes)
-    for (order, name, parameter), is_persistent in zip(managed, stays, strict=True):
-        units = owners[id(parameter)]
-        is_alone = len(units) == 1 and not is_persistent
-        members[units.copy().pop() if is_alone else 0].append(
-            ManagedParameter(
-                name,
-                parameter,
-                order,
-                grouping.element or _element_of(name, parameter),
-                group_of.get(id(parameter), -1) if parameter.requires_grad else -1,
-                parameter.requires_grad,
-                format_of(name, parameter),
-                is_persistent,
-            )
-        )
+    sizes = [(numels or {}).get(id(each.parameter), each.parameter.numel()) for each in managed]
+    members: list[list[ManagedParameter]] = [[] for _ in range(len(blocks) + 1)]
+    for each, stays in zip(managed, grouping.persistence.choose(sizes), strict=True):
+        units = owners[id(each.parameter)]
+        chosen = 0 if stays or len(units) > 1 else next(iter(units))
+        members[chosen].append(replace(each, is_persistent=stays))
     named = [(ROOT_NAME, model), *blocks]
     return [
         UnitBlueprint(
@@ -161,10 +155,10 @@ def form_units(
     ]
 
 
-def _owners(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, set[int]]:
+def _owners(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[int, set[int]]:
     """Return the units (0 is the root) whose modules hold each parameter, by its id."""
     units_of_module: dict[int, set[int]] = {}
-    for index, block in enumerate(blocks, start=1):
+    for index, (_, block) in enumerate(blocks, start=1):
         for module in block.modules():
             units_of_module.setdefault(id(module), set()).add(index)
     owners: dict[int, set[int]] = {}
