@@ -30,6 +30,7 @@ from estimators.layout import (
     shard_pieces,
     split_evenly_bounded,
 )
+from estimators.persistence import NOTHING_STAYS, Persistence
 from estimators.placement import Budget, PlanError, minimum_host_bytes, plan_placement
 from estimators.rates import ASSUMED_RATES, DriveRates
 from estimators.records import Extent, ResidentCopy, Section, SubGroup
@@ -40,6 +41,7 @@ __all__ = [
     "ASSUMED_RATES",
     "CODE_BLOCK_NUMEL",
     "EXTRA_FIELDS",
+    "NOTHING_STAYS",
     "SHARD_ALIGNMENT_NUMEL",
     "Budget",
     "DriveRates",
@@ -48,6 +50,7 @@ __all__ = [
     "FlatLayout",
     "GenericRule",
     "MemoryPlan",
+    "Persistence",
     "Piece",
     "PlacementRequest",
     "PlanError",

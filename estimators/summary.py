@@ -148,15 +148,24 @@ class MemoryPlan(DurableBytes):
         Where parameters are kept in full, those of the other ranks lie around this rank's.
         """
         own_bytes = sum(size for _, size in self.resident_parts(tier, section, segment))
-        copies = self.request.world_size if is_full(self.request, section) else 1
+        copies = self.request.world_size if is_full(self.request, section, segment) else 1
         return resident_bytes(own_bytes * copies)
 
     def is_in_place(self, segment: int) -> bool:
         """Tell whether the flat buffer of a segment rests as it is: nothing is ever freed."""
         usable = (Tier.DEVICE, Tier.HOST) if self.request.device_is_host else (Tier.DEVICE,)
-        is_whole = self.request.world_size == 1 or self.request.replicates
-        return is_whole and all(
+        is_whole = is_full(self.request, Section.PARAMETER, segment)
+        return (self.request.world_size == 1 or is_whole) and all(
             group.tier(Section.PARAMETER) in usable for group in self.by_segment[segment]
+        )
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Device bytes of parameters that stay unsharded, see [Note: persistent parameters]."""
+        return sum(
+            self.resident_segment_bytes(Tier.DEVICE, Section.PARAMETER, index)
+            for index, segment in enumerate(self.request.segments)
+            if segment.persistent
         )
 
     def _window_bytes(self, sizes: Sequence[int], others: int = 2) -> int:
@@ -305,9 +314,10 @@ class MemoryPlan(DurableBytes):
         )
 
 
-def is_full(request: PlacementRequest, section: Section) -> bool:
-    """Tell whether each rank has all of a section, not just its shard."""
-    return section is Section.PARAMETER and request.replicates
+def is_full(request: PlacementRequest, section: Section, segment: int) -> bool:
+    """Tell whether each rank has all of a segment's section, not just its shard."""
+    stays = request.replicates or request.segments[segment].persistent
+    return section is Section.PARAMETER and stays
 
 
 def resident_copies(plan: MemoryPlan) -> tuple[ResidentCopy, ...]:

@@ -16,6 +16,7 @@ import torch
 
 from offload import Store, pages_parameters
 from offload.device import PASSED, Fence
+from offload.ledger import GATHERED
 
 if TYPE_CHECKING:
     from zero.comm import Communicator
@@ -50,6 +51,7 @@ class ComingParameters:
             self._fence = store.device.beside(
                 lambda: segment.communicator.all_gather_in_place(segment.flat), segment.flat, fence
             )
+            store.ledger.exchanged(GATHERED, segment.flat.nbytes, segment.layout.world_size)
 
     def take(self, store: Store) -> bool:
         """Let the device's work wait for what comes; tell whether it came and is not old."""

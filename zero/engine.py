@@ -439,7 +439,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             )
         self.wait_for_checkpoint()
         self._runtime.scheduler.recover()
-        if any(unit.is_held for unit in self._runtime.units):
+        if any(unit.is_held or unit.is_in_window for unit in self._runtime.units):
             raise RuntimeError(
                 "parameters can be resized, frozen and unfrozen outside of"
                 " zero.GatheredParameters blocks; leave the block before the next forward"

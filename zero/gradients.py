@@ -26,7 +26,7 @@ from estimators.summary import GRADIENT_SCRATCH
 from offload import Kernels, Ledger, Store
 from offload.arrays import torch_dtype
 from offload.device import PASSED, Fence
-from offload.ledger import Activity
+from offload.ledger import REDUCED, Activity
 from zero.comm import Communicator
 from zero.hooks import ModuleHook
 from zero.kept import KeptGradients
@@ -244,6 +244,7 @@ class GradientReducer:
             fence = self._store.device.beside(
                 lambda: self._communicator.reduce_scatter_in_place(scratch), scratch
             )
+        self._ledger.exchanged(REDUCED, scratch.nbytes, self._communicator.world_size)
         self._reducing.append((segment, scratch, fence))
         if fence is PASSED:
             self._finish_reducing()

@@ -35,7 +35,7 @@ from zero.optimizer import UpdateGroup, ZeroOptimizer, make_optimizer, update_gr
 from zero.settings import NvmeSettings, Settings
 from zero.state_formats import choose_formats
 from zero.swap_paths import check_paths, describe_paths
-from zero.units import UnitBlueprint, form_units
+from zero.units import Grouping, UnitBlueprint, form_units
 from zero.whole import WholeOptimizer
 
 NVME_ALIGNMENT_BYTES = 4096
@@ -200,8 +200,16 @@ def make_blueprint(
     units = form_units(
         model,
         [group.parameters for group in groups],
-        settings.element,
-        settings.gradient_element,
+        Grouping(
+            settings.element,
+            settings.gradient_element,
+            settings.persistence.where(
+                stage=settings.stage,
+                world_size=world_size,
+                parameter_tier=settings.parameter_offload.tier,
+                device_is_host=device.is_host,
+            ),
+        ),
         changes.numels,
         changes.replaced,
         choose_formats(model, settings),

@@ -39,7 +39,7 @@ from offload import (
     write_range,
 )
 from offload.arrays import torch_dtype
-from offload.ledger import Activity
+from offload.ledger import GATHERED, Activity
 from zero.aliases import LateAliases, checksums, checksums_of
 from zero.coming import ComingParameters, agree_on, read_flat
 from zero.comm import Communicator
@@ -151,6 +151,7 @@ class Segment:
         with ledger.timing(Activity.COLLECTIVE):
             agree_on(self)
             self.communicator.all_gather_in_place(self.flat)
+        ledger.exchanged(GATHERED, self.flat.nbytes, self.layout.world_size)
 
     def expose(self) -> None:
         """Make the parameters plain: their values may be read now."""
@@ -369,6 +370,8 @@ class Unit:
         self.state = UnitState.SHARDED
         self.forward_depth = 0
         self.gather_depth = 0
+        self.window_depth = 0
+        """`GatheredParameters` windows of what rests in place, for which nothing is gathered."""
         self.backward_tokens: dict[object, int] = {}
         """Forward instances whose backward is running, with their graph task ids."""
 
@@ -397,6 +400,11 @@ class Unit:
     def is_unsharded(self) -> bool:
         """Whether the full parameters are in memory and count."""
         return self.state is UnitState.UNSHARDED
+
+    @property
+    def is_in_window(self) -> bool:
+        """Whether a `GatheredParameters` block is around it."""
+        return bool(self.gather_depth or self.window_depth)
 
     @property
     def is_held(self) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from estimators import ElementType, SegmentSpec, StateFormat
+from estimators import NOTHING_STAYS, ElementType, Persistence, SegmentSpec, StateFormat
 from zero.errors import ConfigError
 from zero.nursery import NurserySource
 from zero.parameter import ShardedParameter, reference_of
@@ -40,6 +40,20 @@ class ManagedParameter:
     """Whether it required a gradient when the engine was made."""
     state_format: StateFormat | None = None
     """How its state is stored where that is not as for the rest of the model."""
+    is_persistent: bool = False
+    """Whether each rank keeps all of it on the device, see [Note: persistent parameters]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """What decides the segments of a unit beside the parameters themselves."""
+
+    element: ElementType | None = None
+    """Type to train in, or None to keep each parameter's own."""
+    gradient_element: ElementType | None = None
+    """Type to accumulate gradients in, or None for each parameter's own."""
+    persistence: Persistence = NOTHING_STAYS
+    """Which small parameters stay on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +97,18 @@ def find_blocks(model: nn.Module, world_size: int = 1) -> list[tuple[str, nn.Mod
 def form_units(
     model: nn.Module,
     groups: Sequence[Sequence[nn.Parameter]],
-    element: ElementType | None,
-    gradient_element: ElementType | None = None,
+    grouping: Grouping,
     numels: Mapping[int, int] | None = None,
     replaced: object = None,
     format_of: Callable[[str, nn.Parameter], StateFormat | None] = lambda *_: None,
     world_size: int = 1,
 ) -> list[UnitBlueprint]:
-    """Return the units of a model, the root unit first; a shared parameter belongs to the root.
+    """Return the units of a model, the root unit first, to which shared parameters belong.
 
     Args:
         model: the model, on the CPU or on `meta`.
         groups: parameters of each optimizer parameter group.
-        element: type to train in, or None to keep each parameter's own.
-        gradient_element: type to accumulate gradients in, or None for each parameter's own.
+        grouping: types to train in, and which parameters stay on the device.
         numels: elements of parameters that are about to be resized, by their id.
         replaced: the runtime that holds the parameters now and is about to be replaced, or None.
         format_of: tells from a parameter's name and the parameter how its state is stored, None
@@ -108,40 +120,45 @@ def form_units(
     """
     _check_shared_memory(model)
     blocks = find_blocks(model, world_size)
-    owners = _owners(model, [block for _, block in blocks])
+    owners = _owners(model, blocks)
     group_of = {id(each): index for index, group in enumerate(groups) for each in group}
-    members: list[list[ManagedParameter]] = [[] for _ in range(len(blocks) + 1)]
-    for order, (name, parameter) in enumerate(model.named_parameters()):
-        if not _is_managed(name, parameter, replaced):
-            continue
-        units = owners[id(parameter)]
-        members[units.copy().pop() if len(units) == 1 else 0].append(
-            ManagedParameter(
-                name,
-                parameter,
-                order,
-                element or _element_of(name, parameter),
-                group_of.get(id(parameter), -1) if parameter.requires_grad else -1,
-                parameter.requires_grad,
-                format_of(name, parameter),
-            )
+    managed = [
+        ManagedParameter(
+            name,
+            parameter,
+            order,
+            grouping.element or _element_of(name, parameter),
+            group_of.get(id(parameter), -1) if parameter.requires_grad else -1,
+            parameter.requires_grad,
+            format_of(name, parameter),
         )
+        for order, (name, parameter) in enumerate(model.named_parameters())
+        if _is_managed(name, parameter, replaced)
+    ]
+    sizes = [(numels or {}).get(id(each.parameter), each.parameter.numel()) for each in managed]
+    members: list[list[ManagedParameter]] = [[] for _ in range(len(blocks) + 1)]
+    for each, stays in zip(managed, grouping.persistence.choose(sizes), strict=True):
+        units = owners[id(each.parameter)]
+        chosen = 0 if stays or len(units) > 1 else next(iter(units))
+        members[chosen].append(replace(each, is_persistent=stays))
     named = [(ROOT_NAME, model), *blocks]
     return [
         UnitBlueprint(
             name,
             module,
-            tuple(_segments(index, name, members[index], (gradient_element, numels or {}))),
+            tuple(
+                _segments(index, name, members[index], (grouping.gradient_element, numels or {}))
+            ),
         )
         for index, (name, module) in enumerate(named)
         if members[index] or index == 0
     ]
 
 
-def _owners(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, set[int]]:
+def _owners(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[int, set[int]]:
     """Return the units (0 is the root) whose modules hold each parameter, by its id."""
     units_of_module: dict[int, set[int]] = {}
-    for index, block in enumerate(blocks, start=1):
+    for index, (_, block) in enumerate(blocks, start=1):
         for module in block.modules():
             units_of_module.setdefault(id(module), set()).add(index)
     owners: dict[int, set[int]] = {}
@@ -197,13 +214,17 @@ def _segments(
     members: Iterable[ManagedParameter],
     choices: tuple[ElementType | None, Mapping[int, int]],
 ) -> list[tuple[SegmentSpec, tuple[ManagedParameter, ...]]]:
-    """Split a unit's parameters by type, trainability and parameter group, in stable order."""
+    """Split a unit's parameters by type, trainability and parameter group, in stable order.
+
+    Those that stay on the device are apart from those that do not.
+    """
     gradient_element, resized = choices
-    keyed: dict[tuple[ElementType, int, StateFormat | None], list[ManagedParameter]] = {}
+    keyed: dict[tuple[ElementType, int, StateFormat | None, bool], list[ManagedParameter]] = {}
     for member in members:
         has_other = member.element is ElementType.BF16 and member.param_group >= 0
         kept = member.state_format if has_other else None
-        keyed.setdefault((member.element, member.param_group, kept), []).append(member)
+        key = member.element, member.param_group, kept, member.is_persistent
+        keyed.setdefault(key, []).append(member)
     return [
         (
             SegmentSpec(
@@ -218,10 +239,11 @@ def _segments(
                 param_group=max(group, 0),
                 gradient_element=gradient_element,
                 state_format=kept,
+                persistent=stays,
             ),
             tuple(chosen),
         )
-        for (element, group, kept), chosen in keyed.items()
+        for (element, group, kept, stays), chosen in keyed.items()
     ]
 
 
