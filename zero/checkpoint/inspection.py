@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,6 @@ def verify(path: str | Path, tag: str | None = None) -> int:
     io = open_engine("threads")
     try:
         with CheckpointFiles(folder, manifest) as files:
-            return verify_blocks(files, io)
+            return verify_blocks(files, io, len(os.sched_getaffinity(0)))
     finally:
         io.close()

@@ -10,6 +10,7 @@ folder in its place, or why it will not come.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 STALL_S = 600.0
 """How long a rank waits for the others while none of their files changes."""
 _POLL_S = 0.02
+_MOST_HELPERS = 8
 
 _BEST_ENGINES: dict[int, str] = {}
 """What trying all engines on a file system has found; it takes longer than a small save."""
@@ -160,7 +162,10 @@ class Save:
         file: RankFile | None = None
         try:
             file = RankFile(
-                self._pending.path / file_name(self._communicator.rank), self._plan, self.io
+                self._pending.path / file_name(self._communicator.rank),
+                self._plan,
+                self.io,
+                helper_count(self._communicator),
             )
         except OSError as error:
             problem = CheckpointError(
@@ -249,6 +254,15 @@ def open_disk_engine(directory: Path) -> Engine:
         _BEST_ENGINES[device] = engine.name
         return engine
     return open_engine(_BEST_ENGINES[device])
+
+
+def helper_count(communicator: Communicator) -> int:
+    """Return how many threads encode and compare: a rank's share of the cores, up to what helps.
+
+    They hardly compute, so OMP_NUM_THREADS, which launchers set to 1, does not count.
+    """
+    cores = len(os.sched_getaffinity(0)) // max(communicator.local_world_size, 1)
+    return max(min(cores, _MOST_HELPERS), 1)
 
 
 def file_name(rank: int) -> str:

@@ -39,7 +39,7 @@ from zero.checkpoint.manifest import (
     names_of,
     read_manifest,
 )
-from zero.checkpoint.save import Save, SaveRequest, agree, open_disk_engine
+from zero.checkpoint.save import Save, SaveRequest, agree, helper_count, open_disk_engine
 from zero.checkpoint.whole_states import WholeStates
 from zero.errors import CheckpointError, RunStateError
 from zero.integrity import adopt_replaced
@@ -192,6 +192,7 @@ class _Loading:
             self._carried = self._saved_carried()
             self._whole_states = WholeStates(engine, manifest, self._names)
         RunState.from_json(json.dumps(self._rank.run), {})
+        self._helpers = helper_count(engine._runtime.communicator)
         self._io = open_disk_engine(path)
 
     @classmethod
@@ -218,7 +219,7 @@ class _Loading:
             check_buffers(engine.module, state.value("buffers"), strict=request.strict)
             client = from_plain(self._rank.client, tensors[CLIENT])
             if request.verify or (request.verify is None and engine._history.updates):
-                verify_blocks(self.files, self._io)
+                verify_blocks(self.files, self._io, self._helpers)
             notes = self._replace(state)
         finally:
             self._io.close()
@@ -243,7 +244,7 @@ class _Loading:
         keeps_window = states and window_survives(engine, state)
         try:
             loader = ShardLoader(engine._runtime, self.files, self._names)
-            loader.load(self._io, states=states, gradients=keeps_window)
+            loader.load(self._io, self._helpers, states=states, gradients=keeps_window)
             notes = self._note_frozen() if states else []
             if states:
                 self._keep_waiting()
