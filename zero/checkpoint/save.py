@@ -24,7 +24,7 @@ from zero.checkpoint.directory import (
     PendingFolder,
     check_tag,
     prune,
-    replace_text,
+    show_text,
     write_synced,
 )
 from zero.checkpoint.layout import plan_file
@@ -33,7 +33,6 @@ from zero.checkpoint.manifest import (
     DTYPE_CODES,
     MANIFEST_NAME,
     STATE,
-    FileEntry,
     Manifest,
     RankEntry,
     TensorEntry,
@@ -121,9 +120,10 @@ class Save:
         """
         try:
             entry = self.file.finish()
-            self._leave(f"{self._part(self._communicator.rank)}", self._rank_text(entry))
+            text = json.dumps(rank_data(RankEntry(entry, self._state.data, self._client)))
             if self._communicator.rank == 0:
-                return self._commit()
+                return self._commit(text)
+            self._leave(self._part(self._communicator.rank), text)
             return self._wait_for_commit()
         except BaseException as error:
             self.fail(error)
@@ -186,22 +186,23 @@ class Save:
             raise RuntimeError("a rank without a file agreed to go on")
         return file
 
-    def _rank_text(self, entry: FileEntry) -> str:
-        return json.dumps(rank_data(RankEntry(entry, self._state.data, self._client)))
-
     def _part(self, rank: int) -> str:
         return f"part{rank:05}.json"
 
     def _leave(self, name: str, text: str) -> None:
-        replace_text(self._pending.path / name, text)
+        show_text(self._pending.path / name, text)
 
-    def _commit(self) -> Path:
+    def _commit(self, own: str) -> Path:
         world_size, path = self._communicator.world_size, self._pending.path
-        wanted = [path / self._part(rank) for rank in range(world_size)]
+        wanted = [path / self._part(rank) for rank in range(1, world_size)]
         self._wait(lambda: all(each.is_file() for each in wanted), "their parts")
-        ranks = tuple(parse_rank(json.loads(each.read_bytes())) for each in wanted)
+        texts = [own, *(each.read_text(encoding="utf-8") for each in wanted)]
         manifest = Manifest(
-            self._tensors, ranks, self._configuration, self.request.tag, self._states
+            self._tensors,
+            tuple(parse_rank(json.loads(each)) for each in texts),
+            self._configuration,
+            self.request.tag,
+            self._states,
         )
         write_synced(path / MANIFEST_NAME, manifest_text(manifest).encode())
         for each in wanted:

@@ -26,7 +26,7 @@ from zero.carried import (
 from zero.checkpoint.background import BackgroundSave
 from zero.checkpoint.deepspeed import PeerLoading
 from zero.checkpoint.deepspeed_files import find_peer
-from zero.checkpoint.directory import LATEST, check_tag, find, read_latest
+from zero.checkpoint.directory import LATEST, check_tag, find, finish_removals, read_latest
 from zero.checkpoint.load import CheckpointFiles, PieceIndex, ShardLoader, verify_blocks
 from zero.checkpoint.manifest import (
     CLIENT,
@@ -108,9 +108,15 @@ def save_checkpoint(engine: ZeroEngine, request: SaveRequest, *, blocking: bool)
 
 
 def wait_for_checkpoint(engine: ZeroEngine) -> Path | None:
-    """Wait for a save that a thread goes on with; return its folder, or None if there is none."""
+    """Wait for a save that a thread goes on with; return its folder, or None if there is none.
+
+    What it, or another, has replaced is gone as well.
+    """
     pending, engine.pending_save = engine.pending_save, None
-    return pending.wait() if pending is not None else None
+    try:
+        return pending.wait() if pending is not None else None
+    finally:
+        finish_removals()
 
 
 def _changing(runtime: Runtime, group: SubGroup, *, blocking: bool) -> frozenset[Field]:
