@@ -40,7 +40,13 @@ from offload.host_view import HostView
 from offload.kernels import Kernels
 from offload.operands import StateArrays
 from offload.slots import Slot
-from offload.state import master_values, moment_values, put_moment, state_arrays
+from offload.state import (
+    master_values,
+    moment_values,
+    put_moment,
+    state_arrays,
+    stored_values,
+)
 from offload.store import Store
 from offload.write import encode_masters
 
@@ -63,7 +69,7 @@ class Field(enum.Enum):
     EXTRA_5 = "extra_5"
 
 
-_MOMENTS = {
+MOMENTS: Mapping[Field, StateField] = {
     Field(each.value): each for each in (StateField.EXP_AVG, StateField.EXP_AVG_SQ, *EXTRA_FIELDS)
 }
 
@@ -80,6 +86,18 @@ def field_dtype(store: Store, segment: int, field: Field) -> torch.dtype:
             return torch.float32
 
 
+def stored_dtype(store: Store, segment: int, field: Field) -> torch.dtype:
+    """Return the type in which a field of a segment rests: codes, of which blocks share a base, are
+    uint8. For masters that is fp32, whatever their residuals are kept in.
+    """
+    spec = store.plan.request.segments[segment]
+    if field in MOMENTS:
+        for layout in store.plan.request.record_of(spec, CODE_BLOCK_NUMEL).fields:
+            if layout.field is MOMENTS[field]:
+                return torch_dtype(layout.element)
+    return field_dtype(store, segment, field)
+
+
 def has_field(store: Store, segment: int, field: Field) -> bool:
     """Tell whether a segment has a field now: frozen ones have no state, and gradients come."""
     request = store.plan.request
@@ -87,8 +105,8 @@ def has_field(store: Store, segment: int, field: Field) -> bool:
         return True
     if not (request.trains and request.segments[segment].trainable):
         return False
-    if field in _MOMENTS:
-        return _MOMENTS[field] in request.rule.moments
+    if field in MOMENTS:
+        return MOMENTS[field] in request.rule.moments
     return field is not Field.GRADIENT or store.has_gradient(segment)
 
 
@@ -261,7 +279,9 @@ def copy_field(
 ) -> None:
     """Copy a field of a sub-group that is in host memory, from an element on, into a tensor.
 
-    Several threads may, of one sub-group, with `kernels` that run on one thread.
+    Several threads may, of one sub-group, with `kernels` that run on one thread. A target of
+    another type than the field's gets what is stored, see `stored_dtype`; one of uint16 the bases,
+    and then `part` counts blocks.
     """
     kernels = kernels or store.kernels
     first, target = part
@@ -282,8 +302,12 @@ def copy_field(
                 kernels.join_master(parameter[chosen], masters.residual, target.numpy())
                 return
             array = master_values(kernels, parameter[chosen], masters)
+        elif target.dtype is not torch.float32:
+            stored = stored_values(state, MOMENTS[field], target.dtype)[chosen]
+            target.view(torch.uint8).numpy()[:] = stored.view(np.uint8)
+            return
         else:
-            array = _moment_part(state, _MOMENTS[field], chosen)
+            array = _moment_part(state, MOMENTS[field], chosen)
         if array is not None:
             target.numpy()[:] = array
 
@@ -377,8 +401,8 @@ def put_field(
         tensor_at(span, spec.gradient, group.numel)[first : first + values.numel()] = values
         return
     kept: Mapping[StateField, Array]
-    if field in _MOMENTS:
-        kept = {_MOMENTS[field]: values.numpy()}
+    if field in MOMENTS:
+        kept = {MOMENTS[field]: values.numpy()}
     else:
         masters = values.float().contiguous().numpy()
         if _put_exact(store, group, view, first, masters, kernels or store.kernels):
@@ -423,7 +447,7 @@ def _put_state(state: StateArrays, first: int, fields: Mapping[StateField, Array
         target = state.get(key)
         if target is None:
             continue
-        if key in _MOMENTS.values():
+        if key in MOMENTS.values():
             low = first // CODE_BLOCK_NUMEL * CODE_BLOCK_NUMEL
             high = -(-(first + values.size) // CODE_BLOCK_NUMEL) * CODE_BLOCK_NUMEL
             part = state.part(slice(low, min(high, len(target))))

@@ -10,14 +10,27 @@ from functools import partial
 import torch
 
 from aio_ops import Span
+from estimators import CODE_BLOCK_NUMEL
 from offload import Field
 from offload.block_reader import BlockReader, ReadBytes
+from offload.codes import Bases
 from offload.crew import Crew
 from offload.groups import GroupWriter
+from offload.ranges import MOMENTS
+from offload.state import decode_stored
 from zero.checkpoint.manifest import CHECKSUM_NUMEL, DTYPES, PieceEntry
 
 BlockKey = tuple[PieceEntry, int]
 """A piece and the number of a block of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeBases:
+    """The bases of codes that one sub-group needs of one tensor."""
+
+    first: int
+    """Number of the first block of codes, in the tensor."""
+    values: Bases
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +43,10 @@ class Portion:
     numel: int
     field: Field
     target: int
-    """First element, in the sub-group."""
+    """First element, in the sub-group; of bases, their first place among `bases`."""
+    bases: CodeBases | None = None
+    """Of codes: what they are decoded with. Of bases: where they go."""
+    is_bases: bool = False
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -89,9 +105,13 @@ class Filler:
         if portion.block is None:
             self._give(writer)
             writer.put(portion.field, portion.target, torch.zeros(portion.numel))
+        elif portion.is_bases:
+            self._give(writer)
+            _keep_bases(portion, self._shared(portion))
         elif self._uses[portion.identity] > 1 or portion.identity in self._kept:
             self._give(writer)
-            writer.put(portion.field, portion.target, self._shared(portion))
+            values = _decoded(portion, self._shared(portion))
+            writer.put(portion.field, portion.target, values)
         else:
             if self._run and not self._follows(portion):
                 self._give(writer)
@@ -107,6 +127,7 @@ class Filler:
             portion.field is last.field
             and portion.target == last.target + last.numel
             and portion.start == 0
+            and portion.bases is last.bases
             and last.start + last.numel == CHECKSUM_NUMEL
             and portion.block is not None
             and last.block is not None
@@ -135,7 +156,8 @@ class Filler:
             view = Span(first.span.address, size_bytes, first.span.owner).view()
             values = torch.frombuffer(view, dtype=_dtype_of(portion))
             stop = portion.start + sum(each.numel for each, _ in run)
-            writer.put(portion.field, portion.target, values[portion.start : stop])
+            decoded = _decoded(portion, values[portion.start : stop])
+            writer.put(portion.field, portion.target, decoded)
         finally:
             for _, read in run:
                 self._reader.release(read)
@@ -154,6 +176,30 @@ class Filler:
         if not self._uses[key]:
             del self._kept[key]
         return block[portion.start : portion.start + portion.numel]
+
+
+def _keep_bases(portion: Portion, values: torch.Tensor) -> None:
+    """Put bases where the codes that follow look for them."""
+    if portion.bases is None:
+        raise RuntimeError("nobody waits for these bases")
+    stop = portion.target + portion.numel
+    portion.bases.values[portion.target : stop] = values.numpy()
+
+
+def _decoded(portion: Portion, values: torch.Tensor) -> torch.Tensor:
+    """Return moments as fp32; whatever else is as it is."""
+    moment = MOMENTS.get(portion.field)
+    if moment is None:
+        return values
+    bases = portion.bases
+    if bases is None or portion.block is None:
+        return decode_stored(moment, values, None)
+    piece, number = portion.block
+    first = piece.first + number * CHECKSUM_NUMEL + portion.start
+    before = first % CODE_BLOCK_NUMEL  # codes are decoded by whole blocks
+    skipped = first // CODE_BLOCK_NUMEL - bases.first
+    whole = torch.cat([values.new_zeros(before), values]) if before else values
+    return decode_stored(moment, whole, bases.values[skipped:])[before:]
 
 
 def _dtype_of(portion: Portion) -> torch.dtype:

@@ -16,16 +16,18 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from aio_ops import DataFile, Engine, Span, TransferError
-from estimators import SubGroup
+from estimators import CODE_BLOCK_NUMEL, SubGroup
 from offload import Field, Store, ensure_gradient, has_field
 from offload.block_reader import BlockReader, ReadBytes, ReadRequest
 from offload.crew import Crew
 from offload.groups import write_group
-from zero.checkpoint.fill import BlockKey, Filler, Portion
+from zero.checkpoint.fill import BlockKey, CodeBases, Filler, Portion
 from zero.checkpoint.manifest import (
+    BASE,
     CHECKSUM_NUMEL,
     DTYPES,
     GRADIENT,
@@ -233,7 +235,7 @@ class ShardLoader:
                 filler = Filler(reader, self._files.stream(reader), self._files.compare, crew, uses)
                 for group, portions in plan:
                     changed = {portion.field for portion in portions}
-                    numel = sum(portion.numel for portion in portions)
+                    numel = sum(portion.numel for portion in portions if not portion.is_bases)
                     covered = numel == len(changed) * group.numel
                     with write_group(
                         store, group, changed, keeps=not states, is_covered=covered
@@ -283,9 +285,30 @@ class ShardLoader:
             if not self._index.has(name, section):
                 yield from _zeros(field, target, high - low)
                 continue
+            bases = self._code_bases(name, section, first, first + high - low)
+            if bases is not None:
+                yield from self._base_portions(name, section, field, bases)
             for block, start, count in self._index.blocks(name, section, first, first + high - low):
-                yield Portion(block, start, count, field, target)
+                yield Portion(block, start, count, field, target, bases)
                 target += count
+
+    def _code_bases(self, name: str, section: str, start: int, stop: int) -> CodeBases | None:
+        """Return room for the bases of codes, or None if a section has no codes."""
+        if not self._index.has(name, section + BASE):
+            return None
+        first = start // CODE_BLOCK_NUMEL
+        count = -(-stop // CODE_BLOCK_NUMEL) - first
+        return CodeBases(first, np.empty(count, np.uint16))
+
+    def _base_portions(
+        self, name: str, section: str, field: Field, bases: CodeBases
+    ) -> Iterator[Portion]:
+        """Yield what bases are made of; it comes before their codes."""
+        target = 0
+        stop = bases.first + bases.values.size
+        for block, start, count in self._index.blocks(name, section + BASE, bases.first, stop):
+            yield Portion(block, start, count, field, target, bases, is_bases=True)
+            target += count
 
     def _settle(self, segment: Segment) -> None:
         """Tell whoever depends on the values that they changed."""

@@ -145,11 +145,11 @@ class RankFile:
 
     def _parts(self, source: PieceSource, group: SubGroup) -> Iterator[tuple[int, int]]:
         """Yield what a sub-group has of a piece, cut where a checksum begins."""
-        low = max(source.start, group.start)
-        high = min(source.start + source.piece.numel, group.stop)
-        while low < high:
-            number = (low - source.start) // CHECKSUM_NUMEL
-            stop = min(source.start + (number + _CHECKSUMS_A_PART) * CHECKSUM_NUMEL, high)
+        part = source.part(group)
+        low = part.start
+        while low < part.stop:
+            number = low // CHECKSUM_NUMEL
+            stop = min((number + _CHECKSUMS_A_PART) * CHECKSUM_NUMEL, part.stop)
             yield low, stop
             low = stop
 
@@ -165,16 +165,17 @@ class RankFile:
     def _stream(
         self, source: PieceSource, elements: tuple[int, int], group: SubGroup, read: ReadField
     ) -> None:
-        """Read elements of a shard straight into the blocks of the file."""
+        """Read elements of a piece straight into the blocks of the file."""
         low, high = elements
         piece, dtype = source.piece, DTYPES[source.piece.dtype]
-        offset = piece.offset + (low - source.start) * dtype.itemsize
+        offset = piece.offset + low * dtype.itemsize
         hashed = self._hashes[piece.key]
-        first = (low - source.start) * dtype.itemsize
+        first = low * dtype.itemsize
+        before = (group.start - source.start) // source.block_numel
         for span in self._writer.spans(offset, (high - low) * dtype.itemsize):
             view = span.view()
             target = torch.frombuffer(view, dtype=dtype)
-            read(source.field, low - group.start, target)
+            read(source.field, low - before, target)
             hashed.update(first, view)
             first += span.size_bytes
             low += target.numel()

@@ -70,6 +70,7 @@ class SaveRequest:
     save_latest: bool = True
     exclude_frozen: bool = False
     keep_last: int | None = None
+    as_stored: bool = False
 
 
 class Save:
@@ -100,6 +101,7 @@ class Save:
                 {STATE: self._state.tensors, CLIENT: client},
                 _waiting(engine),
                 exclude_frozen=request.exclude_frozen,
+                as_stored=request.as_stored,
             )
         except Exception as error:  # noqa: BLE001  told to the other ranks, then raised
             problem = error

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from estimators import SubGroup
+from estimators import CODE_BLOCK_NUMEL, SubGroup
 from offload import Field
 from offload.groups import read_group
+from offload.ranges import MOMENTS
+from offload.state import decode_stored
 from zero.buffers import check_buffers
 from zero.carried import (
     Data,
@@ -29,6 +31,7 @@ from zero.checkpoint.deepspeed_files import find_peer
 from zero.checkpoint.directory import LATEST, check_tag, find, finish_removals, read_latest
 from zero.checkpoint.load import CheckpointFiles, PieceIndex, ShardLoader, verify_blocks
 from zero.checkpoint.manifest import (
+    BASE,
     CLIENT,
     DTYPES,
     STATE,
@@ -362,15 +365,27 @@ class _Loading:
 
     def _whole(self, entry: TensorEntry, section: str) -> torch.Tensor:
         """Read a whole section of one tensor, flat, fp32; zeros if it was not saved."""
+        index = PieceIndex(self._manifest)
         values = torch.zeros(entry.numel)
-        found = list(PieceIndex(self._manifest).blocks(entry.name, section, 0, entry.numel))
+        if not index.has(entry.name, section):
+            return values
+        found = self._joined(index, entry.name, section, entry.numel)
+        bases = None
+        if index.has(entry.name, section + BASE):
+            count = -(-entry.numel // CODE_BLOCK_NUMEL)
+            bases = self._joined(index, entry.name, section + BASE, count).numpy()
+        values[:] = decode_stored(MOMENTS[self._engine._runtime.states[section]], found, bases)
+        return values
+
+    def _joined(self, index: PieceIndex, name: str, section: str, numel: int) -> torch.Tensor:
+        """Read a section as it was saved."""
+        found = list(index.blocks(name, section, 0, numel))
+        values = torch.zeros(numel, dtype=DTYPES[found[0][0][0].dtype])
         start = 0
-        for (block, span), (_, _, count) in zip(
-            self.files.read(self._io, iter([each[0] for each in found])), found, strict=True
-        ):
-            dtype = DTYPES[block[0].dtype]
-            values[start : start + count] = torch.frombuffer(span.view(), dtype=dtype)
-            start += count
+        for _, span in self.files.read(self._io, iter([block for block, _, _ in found])):
+            part = torch.frombuffer(span.view(), dtype=values.dtype)
+            values[start : start + part.numel()] = part
+            start += part.numel()
         return values
 
     def _note_frozen(self) -> list[str]:
