@@ -40,6 +40,7 @@ from offload.ranges import (
     field_dtype,
     has_field,
     read_range,
+    stored_dtype,
     write_range,
 )
 from offload.report import LedgerReport, StepRecord
@@ -132,6 +133,7 @@ __all__ = [
     "resident_set_bytes",
     "round_like_store",
     "state_tensors",
+    "stored_dtype",
     "tensor_at",
     "tensor_span",
     "triton_unavailable_reason",

@@ -12,6 +12,7 @@ from aio_ops import Engine, HostArena
 from estimators import CODE_BLOCK_NUMEL, Section, SubGroup
 from offload.arrays import clear_bytes
 from offload.host_view import HostView
+from offload.kernels import on_one_thread
 from offload.ranges import (
     Field,
     _lend,
@@ -40,20 +41,32 @@ class Rest(enum.Enum):
 class GroupReader:
     """The fields of one sub-group, as long as it is lent."""
 
-    def __init__(self, store: Store, group: SubGroup, slot: Slot | None) -> None:
+    def __init__(
+        self, store: Store, group: SubGroup, slot: Slot | None, fields: Collection[Field]
+    ) -> None:
         self._store = store
         self._group = group
         self._view = HostView(store, group, slot)
+        self._kernels = on_one_thread(store.kernels)
+        if not store.device.is_host:
+            for section in _sections(fields):  # here, so that threads find it
+                if section is not Section.GRADIENT or store.has_gradient(group.segment):
+                    self._view.span(section)
 
     def copy(self, field: Field, first: int, target: torch.Tensor) -> None:
-        """Fill `target` from element `first` of the sub-group on, in the field's type."""
-        copy_field(self._store, self._group, self._view, field, (first, target))
+        """Fill `target` from element `first` of the sub-group on, in the field's type.
+
+        Several threads may.
+        """
+        part = (first, target)
+        copy_field(self._store, self._group, self._view, field, part, self._kernels)
 
 
 class GroupWriter:
-    """The fields of one sub-group, as long as it is lent; each element is set, in order.
+    """The fields of one sub-group, as long as it is lent; each element is set.
 
-    Moments that rest in codes are encoded by whole blocks: what a block lacks so far waits.
+    Moments that rest in codes are encoded by whole blocks: what a block lacks so far waits. So
+    they come in order, from one thread; all else may come in any order from any thread.
     """
 
     def __init__(self, store: Store, group: SubGroup, view: HostView) -> None:
@@ -62,13 +75,19 @@ class GroupWriter:
         self._view = view
         self._waiting: dict[Field, tuple[int, torch.Tensor]] = {}
         self._has_codes = has_codes(store, group)
+        self._kernels = on_one_thread(store.kernels)
+
+    def is_ordered(self, field: Field) -> bool:
+        """Tell whether a field must be set in order."""
+        return self._has_codes and field in (Field.EXP_AVG, Field.EXP_AVG_SQ)
 
     def put(self, field: Field, first: int, values: torch.Tensor) -> None:
         """Set elements from `first` of the sub-group on, and what follows from them."""
-        if field in (Field.EXP_AVG, Field.EXP_AVG_SQ) and self._has_codes:
+        if self.is_ordered(field):
             first, values = self._whole_blocks(field, first, values)
         if values.numel():
-            put_field(self._store, self._group, self._view, field, (first, values))
+            part = (first, values)
+            put_field(self._store, self._group, self._view, field, part, self._kernels)
 
     def finish(self) -> None:
         """Set what waits."""
@@ -109,7 +128,7 @@ def read_group(
                     continue
                 if not store.pager.read_ahead(other.extent, _reads(store, other, wanted)):
                     break
-        yield GroupReader(store, group, slot)
+        yield GroupReader(store, group, slot, fields)
     finally:
         if slot is not None and store.pager is not None:
             store.pager.release(slot)
@@ -147,11 +166,10 @@ def write_group(
     slot = _lend_to_set(store, group, changed, rest)
     try:
         view = HostView(store, group, slot)
-        if rest is not Rest.KEPT:
-            for section in changed - paged:
-                memory = view.span(section, reads=False)
-                if rest is Rest.ZERO:
-                    clear_bytes(memory)
+        for section in changed - paged:
+            memory = view.span(section, reads=rest is Rest.KEPT)
+            if rest is Rest.ZERO:
+                clear_bytes(memory)
         writer = GroupWriter(store, group, view)
         yield writer
         writer.finish()
@@ -214,7 +232,7 @@ class ExtentReader:
         """
         for position, (group, fields) in enumerate(self._plan):
             slot = self._finish(group, fields, position)
-            yield group, fields, GroupReader(self._store, group, slot)
+            yield group, fields, GroupReader(self._store, group, slot, fields)
 
     def close(self) -> None:
         """Give the memory up."""
