@@ -17,7 +17,6 @@ segments got anything; a rank that has nothing for one gives zeros.
 from __future__ import annotations
 
 import collections
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -30,9 +29,9 @@ from offload.ledger import REDUCED, Activity
 from zero.comm import Communicator
 from zero.hooks import ModuleHook
 from zero.kept import KeptGradients
+from zero.norms import GradientNorm
 from zero.parameter import take_gradient
 from zero.shown import ShownGradients
-from zero.squares import SquaredNorms
 from zero.unit import Segment
 
 
@@ -54,19 +53,13 @@ class GradientReducer:
         self._on_arrival: Callable[[], None] | None = None
         self._scratch: dict[int, torch.Tensor] = {}
         self._arrived: dict[int, set[int]] = {}
-        self._squares = SquaredNorms(segments, store, kernels)
         self._reducing: collections.deque[tuple[Segment, torch.Tensor, Fence]] = collections.deque()
         """Unsharded gradients that ranks are exchanging, beside the device's own work."""
         self._leaving: collections.deque[tuple[torch.Tensor, Fence]] = collections.deque()
         """Unsharded gradients that are being copied from a device, see [Note: copies]."""
-        self._names = {
-            member.order: member.name for segment in segments for member in segment.members
-        }
-        self._not_finite: list[str] = []
         self.kept = KeptGradients(store, segments)
         self.shown = ShownGradients(store, segments, self.kept.keeps)
-        self._unmeasured: set[int] = set()
-        """Segments in which somebody has set gradients."""
+        self.norm = GradientNorm(segments, store, kernels, communicator, self.kept)
 
     def register(self, on_arrival: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
         """Hook every parameter that gets gradients; `on_arrival` runs at each, inside backward.
@@ -139,32 +132,9 @@ class GradientReducer:
         return bool(self._scratch or self._reducing) or self.kept.is_arriving
 
     def global_norm(self) -> float:
-        """Return the L2 norm of the accumulated gradients of all ranks, computed in fp64.
-
-        Squares are summed in parameter then rank order, see [Note: block norm]. A collective.
-        """
+        """Return the L2 norm of the accumulated gradients of all ranks, in fp64. A collective."""
         self._let_leave(0)
-        for segment in self._segments:
-            if self.kept.keeps(segment):
-                self._measure_kept(segment)
-            elif segment.index in self._unmeasured:
-                self._measure(segment)
-            if not self._store.has_gradient(segment.index):
-                self._squares.clear(segment)
-        self._communicator.join("a step")
-        rows = self._communicator.gather_rows(self._squares.rows())
-        bad = torch.nonzero(~torch.isfinite(rows).all(0)).reshape(-1).tolist()
-        self._not_finite = [self._names[order] for order in bad]
-        total = 0.0
-        for by_rank in rows.t().tolist():
-            for square in by_rank:
-                total += square
-        return math.sqrt(total) if total >= 0 else math.nan
-
-    @property
-    def not_finite(self) -> list[str]:
-        """Parameters whose gradient, on any rank, was not finite at the last `global_norm`."""
-        return self._not_finite
+        return self.norm.take()
 
     def _before_arrival(self, _gradient: torch.Tensor) -> None:
         """Clear what autograd must not add to: of a failed backward, or shown."""
@@ -266,20 +236,9 @@ class GradientReducer:
         device = self._store.device
         with device.marking(f"gradients of {segment.spec.unit}"):
             fence = self._store.add_gradient(segment.index, device.memory_of(shard))
-            self._squares.measure_shard(segment, shard)
-        self._unmeasured.discard(segment.index)
+            self.norm.measure(segment, shard)
         if fence is not PASSED:
             self._leaving.append((scratch, fence))
-
-    def _measure_kept(self, segment: Segment) -> None:
-        """Take the norms of gradients that are at their parameters now."""
-        self.kept.count(segment)
-        positions = range(len(segment.members))
-        self._squares.measure(segment, [self.kept.gradient(segment, each) for each in positions])
-
-    def note_set(self, segment: Segment) -> None:
-        """Have the norm of a segment's gradients taken anew at the step: somebody has set them."""
-        self._unmeasured.add(segment.index)
 
     def store_all(self) -> None:
         """Put copies of the gradients at parameters into the shards, for those who read these."""
@@ -294,22 +253,14 @@ class GradientReducer:
         if self.kept.keeps(segment):
             self.kept.take_stored(segment)
         else:
-            self.note_set(segment)
+            self.norm.note_set(segment)
             self.shown.show()
 
     def drop(self) -> None:
         """Drop what is at the parameters, at the end of a window."""
-        self._unmeasured.clear()
+        self.norm.forget()
         self.kept.drop()
         self.shown.drop()
-
-    def _measure(self, segment: Segment) -> None:
-        device = self._store.device
-        shard = device.zeros(segment.layout.shard_numel, torch_dtype(segment.spec.gradient))
-        if shard.numel():
-            device.join(self._store.read_gradient(segment.index, device.memory_of(shard)))
-        self._squares.measure_shard(segment, shard)
-        self._unmeasured.discard(segment.index)
 
     def _let_leave(self, count: int) -> None:
         """Free unsharded gradients that were copied to host memory, all but the last `count`."""
