@@ -217,16 +217,19 @@ class MemoryPlan(DurableBytes):
 
         gloo reduces gradients in a copy of them; it gathers parameters in place. A copy that the
         heap keeps rather than the system gets back may still be there when the next one is made.
-        On GPUs NCCL does both in place; its own buffers do not depend on the model.
+        On GPUs two ranks exchange in place, and more receive what they add up. NCCL's own buffers
+        do not depend on the model.
         """
         request = self.request
-        if request.world_size == 1 or not (request.trains and request.device_is_host):
+        if request.world_size == 1 or not request.trains:
             return 0
         copies = [
-            segment.layout(self.request.world_size).padded_numel * segment.gradient.size_bytes
-            for segment in self.request.segments
+            segment.layout(request.world_size).padded_numel * segment.gradient.size_bytes
+            for segment in request.segments
             if segment.trainable
         ]
+        if not request.device_is_host:
+            return max(copies, default=0) if request.world_size > 2 else 0
         kept = [copy for copy in copies if copy <= HEAP_KEPT_BYTES]
         return max(copies, default=0) + max(kept, default=0)
 

@@ -145,16 +145,16 @@ class Communicator:
     def reduce_scatter_in_place(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of the sum of `flat` over the ranks; `flat` is overwritten.
 
-        [Note: order of sums] More than two summands have more than one sum. gloo's depends on
-        where an element lies in `flat`, and with it on the parameters around it. So each rank
-        receives its slice from all others and adds in rank order, which takes as much memory
-        and moves half the bytes.
+        [Note: order of sums] More than two summands have more than one sum. That of gloo or NCCL
+        depends on where an element lies in `flat`, and with it on the parameters around it. So each
+        rank receives its slice from all others and adds in rank order, which takes as much memory
+        and moves no more bytes.
         """
         own = self.own_slice(flat)
         if self.world_size == 1 or not flat.numel():
             return own
         with self._mixing(flat) as group:
-            if flat.is_cuda or self.world_size == 2:
+            if self.world_size == 2:
                 _reduce_scatter(own, flat, group=group)
                 return own
             received = torch.empty_like(flat)

@@ -6,9 +6,6 @@ scattered over the ranks, averaged, added to what the window has accumulated, an
 of the sum are taken over this rank's pieces. So a norm never depends on tiers, slots or sub-groups.
 Where nothing moves, the tensors that autograd made are kept instead, see `zero/kept.py`.
 
-On a device of its own the exchange between ranks runs beside the backward of the next unit; what
-follows it is issued when that unit is reduced, or the backward ends.
-
 [Note: missing gradients] Ranks may use different parts of a unit: experts, branches, layers that a
 batch skips. So several ranks reduce at the ends alone, where they first tell each other which
 segments got anything; a rank that has nothing for one gives zeros.
@@ -16,7 +13,6 @@ segments got anything; a rank that has nothing for one gives zeros.
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,13 +20,13 @@ import torch
 from estimators.summary import GRADIENT_SCRATCH
 from offload import Kernels, Ledger, Store
 from offload.arrays import torch_dtype
-from offload.device import PASSED, Fence
-from offload.ledger import REDUCED, Activity
+from offload.device import Fence
 from zero.comm import Communicator
 from zero.hooks import ModuleHook
 from zero.kept import KeptGradients
 from zero.norms import GradientNorm
 from zero.parameter import take_gradient
+from zero.passing import PassingGradients
 from zero.shown import ShownGradients
 from zero.unit import Segment
 
@@ -53,10 +49,7 @@ class GradientReducer:
         self._on_arrival: Callable[[], None] | None = None
         self._scratch: dict[int, torch.Tensor] = {}
         self._arrived: dict[int, set[int]] = {}
-        self._reducing: collections.deque[tuple[Segment, torch.Tensor, Fence]] = collections.deque()
-        """Unsharded gradients that ranks are exchanging, beside the device's own work."""
-        self._leaving: collections.deque[tuple[torch.Tensor, Fence]] = collections.deque()
-        """Unsharded gradients that are being copied from a device, see [Note: copies]."""
+        self._passing = PassingGradients(store, communicator)
         self.kept = KeptGradients(store, segments)
         self.shown = ShownGradients(store, segments, self.kept.keeps)
         self.norm = GradientNorm(segments, store, kernels, communicator, self.kept)
@@ -94,8 +87,8 @@ class GradientReducer:
         else:
             self._flush_together(segments)
         if segments is None:
-            self._finish_reducing()
-            self._let_leave(0)
+            self._passing.finish()
+            self._passing.let_leave(0)
             self.shown.show()
 
     def _flush_together(self, segments: Sequence[Segment] | None) -> None:
@@ -106,7 +99,7 @@ class GradientReducer:
             each.index in looked_at and each.index in self._scratch for each in self._segments
         ]
         union = self._communicator.union(place, wanted, "the end of a backward")
-        self._finish_reducing()
+        self._passing.finish()
         for segment, is_wanted in zip(self._segments, union, strict=True):
             if is_wanted or segment.index in looked_at:
                 self._flush_one(segment, is_wanted=is_wanted)
@@ -122,18 +115,16 @@ class GradientReducer:
         """Drop gradients that have arrived but are not reduced: their backward failed."""
         self._scratch.clear()
         self._arrived.clear()
-        while self._reducing:
-            self._store.device.join(self._reducing.popleft()[2])
-        self._let_leave(0)
+        self._passing.abandon()
         self.kept.abandon()
 
     def has_pending(self) -> bool:
         """Tell whether gradients wait for their reduction."""
-        return bool(self._scratch or self._reducing) or self.kept.is_arriving
+        return bool(self._scratch) or self._passing.is_exchanging or self.kept.is_arriving
 
     def global_norm(self) -> float:
         """Return the L2 norm of the accumulated gradients of all ranks, in fp64. A collective."""
-        self._let_leave(0)
+        self._passing.let_leave(0)
         return self.norm.take()
 
     def _before_arrival(self, _gradient: torch.Tensor) -> None:
@@ -179,15 +170,13 @@ class GradientReducer:
         scratch = self._scratch.get(segment.index)
         if scratch is None:
             self._make_room(segment)
-            self._let_leave(0 if self._reducing else 1)
+            self._passing.make_room()
             dtype = torch_dtype(segment.spec.gradient)
             scratch = self._store.device.zeros(segment.layout.padded_numel, dtype)
             self._arrived[segment.index] = set()
             self._scratch[segment.index] = scratch
             held = sum(each.nbytes for each in self._scratch.values())
-            held += sum(each.nbytes for each, _ in self._leaving)
-            held += sum(each.nbytes for _, each, _ in self._reducing)
-            self._ledger.observe(GRADIENT_SCRATCH, held)
+            self._ledger.observe(GRADIENT_SCRATCH, held + self._passing.held_bytes)
         return scratch
 
     def _make_room(self, segment: Segment) -> None:
@@ -207,38 +196,16 @@ class GradientReducer:
         self._arrived.pop(segment.index, None)
         if not scratch.numel():
             return
-        if self._communicator.world_size == 1:
-            self._keep(segment, scratch, self._communicator.own_slice(scratch))
-            return
-        with self._ledger.timing(Activity.COLLECTIVE):
-            fence = self._store.device.beside(
-                lambda: self._communicator.reduce_scatter_in_place(scratch), scratch
-            )
-        self._ledger.exchanged(REDUCED, scratch.nbytes, self._communicator.world_size)
-        self._reducing.append((segment, scratch, fence))
-        if fence is PASSED:
-            self._finish_reducing()
+        self._passing.reduce(segment, scratch, self._keep)
 
-    def _finish_reducing(self) -> None:
-        """Average what the ranks have exchanged, and put it where it rests."""
-        while self._reducing:
-            segment, scratch, fence = self._reducing.popleft()
-            self._store.device.join(fence)
-            shard = self._communicator.own_slice(scratch)
-            shard.div_(self._communicator.world_size)
-            if self._store.device.is_host:
-                self._store.heap.freed(scratch.nbytes)  # the copy that gloo reduced in
-            self._keep(segment, scratch, shard)
-
-    def _keep(self, segment: Segment, scratch: torch.Tensor, shard: torch.Tensor) -> None:
+    def _keep(self, segment: Segment, shard: torch.Tensor) -> Fence:
         """Accumulate this rank's shard of the gradients of a segment, and measure it."""
         segment.dropped_gradients.clear()
         device = self._store.device
         with device.marking(f"gradients of {segment.spec.unit}"):
             fence = self._store.add_gradient(segment.index, device.memory_of(shard))
             self.norm.measure(segment, shard)
-        if fence is not PASSED:
-            self._leaving.append((scratch, fence))
+        return fence
 
     def store_all(self) -> None:
         """Put copies of the gradients at parameters into the shards, for those who read these."""
@@ -261,10 +228,3 @@ class GradientReducer:
         self.norm.forget()
         self.kept.drop()
         self.shown.drop()
-
-    def _let_leave(self, count: int) -> None:
-        """Free unsharded gradients that were copied to host memory, all but the last `count`."""
-        while len(self._leaving) > count:
-            _, fence = self._leaving[0]  # it keeps its memory until the device has joined
-            self._store.device.join(fence)
-            self._leaving.popleft()

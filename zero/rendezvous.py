@@ -2,7 +2,8 @@
 
 [Note: rendezvous] Each meeting has a number, the same on all ranks, and a text that says what a
 rank is about to do. Ranks count themselves at a key of the process group's store that holds number
-and text: whoever completes the count lets all go on. Where texts differ, all ranks raise at once.
+and text: whoever completes the count lets all go on. Whoever waits for a moment counts itself at a
+second key, without the text: if that count is completed, texts differ, and all ranks raise at once.
 A rank that waits for long asks the others what they do; a thread of each rank answers, with the
 place where its program is. A rank that computes is waited for as long as it takes. One that has
 ended, does not answer, or waits in another collective will never come: whoever waits for it raises,
@@ -11,6 +12,7 @@ and all ranks do. Nothing is left pending in the backend, so a program that rais
 
 from __future__ import annotations
 
+import collections
 import datetime
 import hashlib
 import json
@@ -20,7 +22,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,9 @@ from torch.distributed import distributed_c10d as c10d
 
 PATIENCE_S = 8.0
 """How long a rank waits before it asks; it raises after it has asked twice."""
+
+_MOMENT_S = 0.5
+"""How long a rank takes for granted that all do the same."""
 
 _ANSWER_S = 3.0
 _POLL_S = 0.25
@@ -51,6 +56,8 @@ class _Whereabouts:
     mixing: bool = False
     """Whether a collective of the engine itself waits, on whatever thread."""
     over: threading.Event = field(default_factory=threading.Event)
+    spent: collections.deque[str] = field(default_factory=collections.deque)
+    """Keys of meetings that all ranks have left: the thread deletes them."""
 
     def answer(self) -> dict[str, Any]:
         """Return where this rank is."""
@@ -75,7 +82,7 @@ class Rendezvous:
         self._store: Any = None
         self._thread: threading.Thread | None = None
         self._here = _Whereabouts(rank)
-        self._last_keys: tuple[str, ...] = ()
+        self._last_keys: Sequence[str] = ()
         self._asked = 0
         self._failure: str | None = None
 
@@ -143,16 +150,18 @@ class Rendezvous:
         """Come to a meeting, and return whether all ranks came for the same."""
         store = self._store
         digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
-        alike, everybody, go = f"{number}/{digest}", f"{number}/all", f"{number}/go"
+        alike, go = f"{number}/{digest}", f"{number}/go"
+        keys = [alike, go] if self._rank == 0 else []
         try:
+            is_alike = True
             if store.add(alike, 1) == self._world_size:
                 store.set(go, "alike")
-            elif store.add(everybody, 1) == self._world_size:
-                store.set(go, "not alike")
-            is_alike = self._wait(go, what) == b"alike"
-            if self._rank == 0:  # all ranks have left the meeting before
-                for key in self._last_keys:
-                    store.delete_key(key)
+            elif not self._comes(go, _MOMENT_S):
+                everybody = f"{number}/all"
+                keys.append(everybody)
+                if store.add(everybody, 1) == self._world_size:
+                    store.set(go, "not alike")
+                is_alike = self._wait(go, what) == b"alike"
         except RankError:
             raise
         except RuntimeError as error:
@@ -160,19 +169,23 @@ class Rendezvous:
                 f"rank {self._rank}: {what} needs all {self._world_size} ranks, and the store that"
                 f" rank 0 keeps cannot be reached: that rank has ended, or failed ({error})"
             ) from error
-        self._last_keys = (alike, everybody, go)
+        self._here.spent.extend(self._last_keys)  # all ranks have left the meeting before
+        self._last_keys = keys
         return is_alike
+
+    def _comes(self, key: str, seconds: float) -> bool:
+        """Wait for a key for some time, and tell whether it is there."""
+        try:
+            self._store.wait([key], datetime.timedelta(seconds=seconds))
+        except RuntimeError:
+            return bool(self._store.check([key]))
+        return True
 
     def _wait(self, go: str, what: str) -> bytes:
         suspects: dict[int, str] = {}
         begin, warned = time.monotonic(), False
         while True:
-            try:
-                self._store.wait([go], datetime.timedelta(seconds=self.patience_s))
-            except RuntimeError:
-                if self._store.check([go]):
-                    continue
-            else:
+            if self._comes(go, self.patience_s):
                 value: bytes = self._store.get(go)
                 return value
             found = self._ask()
@@ -258,6 +271,8 @@ def _listen(store: Any, here: _Whereabouts) -> None:
             for number in range(answered + 1, asked + 1):
                 store.set(f"answer/{here.rank}/{number}", json.dumps(here.answer()))
             answered = asked
+            while here.spent:
+                store.delete_key(here.spent.popleft())
     except RuntimeError:
         return  # the rank that keeps the store has ended, and with it the job
 
