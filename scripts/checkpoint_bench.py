@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 import zero
-from aio_ops import DataFile, Engine, HostArena, open_engine
+from aio_ops import DataFile, HostArena, open_engine
 from offload import Field
 from offload.groups import write_group
 from zero.checkpoint import verify
@@ -111,87 +111,76 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def plain_write(io: Engine, path: Path, size_bytes: int) -> None:
-    """Write and sync a file, `IN_FLIGHT` blocks at a time, nothing computed."""
-    arena = HostArena(IN_FLIGHT * BLOCK_BYTES)
-    spans = [arena.carve(BLOCK_BYTES) for _ in range(IN_FLIGHT)]
-    data = random.randbytes(BLOCK_BYTES)
-    for span in spans:
-        span.view()[:] = data
-    with DataFile.create_new(path, size_bytes) as file:
-        flying: collections.deque[Any] = collections.deque()
-        for number, offset in enumerate(range(0, size_bytes, BLOCK_BYTES)):
-            if len(flying) == IN_FLIGHT:
-                flying.popleft().wait()
-            part = min(BLOCK_BYTES, file.size_bytes - offset)
-            span = spans[number % IN_FLIGHT].sub(0, part)
-            flying.append(io.submit_write(file, offset, span))
-        for ticket in flying:
-            ticket.wait()
-        file.finish()
-    arena.close()
+class Plain:
+    """Plain transfers, nothing computed, from and to memory that is there before."""
 
+    def __init__(self, folder: Path) -> None:
+        self._io = open_engine("auto", directory=folder)
+        arena = HostArena(2 * IN_FLIGHT * BLOCK_BYTES)
+        self._spans = [arena.carve(BLOCK_BYTES) for _ in range(2 * IN_FLIGHT)]
+        data = random.randbytes(BLOCK_BYTES)
+        for span in self._spans:
+            span.view()[:] = data
 
-class PlainRead:
-    """Reads a file, and writes what was read to another if one is given."""
+    def write(self, path: Path, size_bytes: int) -> None:
+        """Write and sync a new file, `IN_FLIGHT` blocks at a time."""
+        with DataFile.create_new(path, size_bytes) as file:
+            flying: collections.deque[Any] = collections.deque()
+            for number, offset in enumerate(range(0, size_bytes, BLOCK_BYTES)):
+                if len(flying) == IN_FLIGHT:
+                    flying.popleft().wait()
+                part = min(BLOCK_BYTES, file.size_bytes - offset)
+                span = self._spans[number % IN_FLIGHT].sub(0, part)
+                flying.append(self._io.submit_write(file, offset, span))
+            for ticket in flying:
+                ticket.wait()
+            file.finish()
 
-    def __init__(self, io: Engine, source: DataFile, copy: DataFile | None) -> None:
-        self._io = io
-        self._source = source
-        self._copy = copy
-        self._arena = HostArena(2 * IN_FLIGHT * BLOCK_BYTES)
-        self._free = [self._arena.carve(BLOCK_BYTES) for _ in range(2 * IN_FLIGHT)]
-        self._reads: collections.deque[Any] = collections.deque()
-        self._writes: collections.deque[Any] = collections.deque()
+    def read(self, path: Path) -> None:
+        """Read a file, `IN_FLIGHT` blocks at a time."""
+        with DataFile.open_existing(path) as source:
+            self._move(source, None)
 
-    def run(self) -> None:
-        """Move all of it."""
-        for offset in range(0, self._source.size_bytes, BLOCK_BYTES):
-            if len(self._reads) == IN_FLIGHT:
-                self._finish_read()
-            while not self._free:
-                self._finish_write()
-            span = self._free.pop()
-            part = min(BLOCK_BYTES, self._source.size_bytes - offset)
-            ticket = self._io.submit_read(self._source, offset, span.sub(0, part))
-            self._reads.append((ticket, offset, span))
-        while self._reads:
-            self._finish_read()
-        while self._writes:
-            self._finish_write()
-        self._arena.close()
+    def copy(self, path: Path, target: Path) -> None:
+        """Copy a file and sync the copy, `IN_FLIGHT` blocks each way at a time."""
+        with (
+            DataFile.open_existing(path) as source,
+            DataFile.create_new(target, source.size_bytes) as copy,
+        ):
+            self._move(source, copy)
+            copy.finish()
 
-    def _finish_read(self) -> None:
-        ticket, offset, span = self._reads.popleft()
-        ticket.wait()
-        if self._copy is None:
-            self._free.append(span)
-            return
-        part = min(BLOCK_BYTES, self._copy.size_bytes - offset)
-        self._writes.append((self._io.submit_write(self._copy, offset, span.sub(0, part)), span))
-        if len(self._writes) > IN_FLIGHT:
-            self._finish_write()
+    def close(self) -> None:
+        """Give the engine up."""
+        self._io.close()
 
-    def _finish_write(self) -> None:
-        ticket, span = self._writes.popleft()
-        ticket.wait()
-        self._free.append(span)
-
-
-def plain_read(io: Engine, path: Path) -> None:
-    """Read a file."""
-    with DataFile.open_existing(path) as source:
-        PlainRead(io, source, None).run()
-
-
-def plain_copy(io: Engine, path: Path, target: Path) -> None:
-    """Copy a file and sync the copy."""
-    with (
-        DataFile.open_existing(path) as source,
-        DataFile.create_new(target, source.size_bytes) as copy,
-    ):
-        PlainRead(io, source, copy).run()
-        copy.finish()
+    def _move(self, source: DataFile, copy: DataFile | None) -> None:
+        free = list(self._spans)
+        reads: collections.deque[Any] = collections.deque()
+        writes: collections.deque[Any] = collections.deque()
+        offsets = iter(range(0, source.size_bytes, BLOCK_BYTES))
+        while True:
+            while free and len(reads) < IN_FLIGHT:
+                offset = next(offsets, None)
+                if offset is None:
+                    break
+                span = free.pop()
+                part = span.sub(0, min(BLOCK_BYTES, source.size_bytes - offset))
+                reads.append((self._io.submit_read(source, offset, part), offset, span))
+            if not reads and not writes:
+                return
+            if reads and (free or copy is None or not writes):
+                ticket, offset, span = reads.popleft()
+                ticket.wait()
+                if copy is None:
+                    free.append(span)
+                    continue
+                part = span.sub(0, min(BLOCK_BYTES, copy.size_bytes - offset))
+                writes.append((self._io.submit_write(copy, offset, part), span))
+            else:
+                ticket, span = writes.popleft()
+                ticket.wait()
+                free.append(span)
 
 
 class Case:
@@ -201,36 +190,37 @@ class Case:
         self.tier = tier
         self._folder = folder
         self._engine = build(folder, tier, mega_parameters)
+        self._plain = Plain(folder)
         self._engine.save_checkpoint(folder / "ck", "one")
         self.size_bytes = sum(each.stat().st_size for each in (folder / "ck" / "one").iterdir())
 
     def round(self, number: int) -> Round:
         """Measure once; every other round in the other order."""
         plain, copied = self._folder / "plain.bin", self._folder / "copied.bin"
-        with open_engine("auto", directory=self._folder) as io:
-            writes = {
-                "write": lambda: plain_write(io, plain, self.size_bytes),
-                "save": lambda: self._engine.save_checkpoint(self._folder / "ck", "one"),
-            }
-            reads = {
-                "read": lambda: plain_read(io, plain),
-                "load": lambda: self._engine.load_checkpoint(self._folder / "ck", verify=False),
-            }
-            seconds: dict[str, float] = {}
-            for pair in (writes, reads):
-                for name in sorted(pair, reverse=bool(number % 2)):
-                    seconds[name] = timed(pair[name])
-                    self._engine.wait_for_checkpoint()  # the old one is removed: not measured
-            copy = None
-            if self.tier == "nvme":
-                copy = timed(lambda: plain_copy(io, plain, copied))
-                copied.unlink()
-            plain.unlink()
+        writes = {
+            "write": lambda: self._plain.write(plain, self.size_bytes),
+            "save": lambda: self._engine.save_checkpoint(self._folder / "ck", "one"),
+        }
+        reads = {
+            "read": lambda: self._plain.read(plain),
+            "load": lambda: self._engine.load_checkpoint(self._folder / "ck", verify=False),
+        }
+        seconds: dict[str, float] = {}
+        for pair in (writes, reads):
+            for name in sorted(pair, reverse=bool(number % 2)):
+                seconds[name] = timed(pair[name])
+                self._engine.wait_for_checkpoint()  # the old one is removed: not measured
+        copy = None
+        if self.tier == "nvme":
+            copy = timed(lambda: self._plain.copy(plain, copied))
+            copied.unlink()
+        plain.unlink()
         return Round(**seconds, copy=copy)
 
     def close(self) -> None:
         """Compare what was saved last with its checksums, and end."""
         verify(self._folder / "ck")
+        self._plain.close()
         self._engine.destroy()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from aio_ops import Span
@@ -110,8 +111,7 @@ class Filler:
             _keep_bases(portion, self._shared(portion))
         elif self._uses[portion.identity] > 1 or portion.identity in self._kept:
             self._give(writer)
-            values = _decoded(portion, self._shared(portion))
-            writer.put(portion.field, portion.target, values)
+            self._give_shared(writer, portion)
         else:
             if self._run and not self._follows(portion):
                 self._give(writer)
@@ -162,6 +162,17 @@ class Filler:
             for _, read in run:
                 self._reader.release(read)
 
+    def _give_shared(self, writer: GroupWriter, portion: Portion) -> None:
+        values = self._shared(portion)
+
+        def work() -> None:
+            writer.put(portion.field, portion.target, _decoded(portion, values))
+
+        if writer.is_ordered(portion.field):
+            work()
+        else:
+            self._crew.give(work)
+
     def _shared(self, portion: Portion) -> torch.Tensor:
         """Return the values of a portion of a block that others need as well."""
         key = portion.identity
@@ -169,7 +180,8 @@ class Filler:
         if block is None:
             read = next(self._stream)
             self._compare(read)
-            block = torch.frombuffer(read.span.view(), dtype=_dtype_of(portion)).clone()
+            data = np.frombuffer(read.span.view(), np.uint8).copy()  # torch would start threads
+            block = torch.from_numpy(data).view(_dtype_of(portion))
             self._kept[key] = block
             self._reader.release(read)
         self._uses[key] -= 1

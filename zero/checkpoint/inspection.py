@@ -167,7 +167,7 @@ def verify(path: str | Path, tag: str | None = None) -> int:
     folder = locate(Path(path), tag)
     inspect(folder)
     manifest = read_manifest(folder)
-    io = open_engine("threads")
+    io = open_engine("auto")
     try:
         with CheckpointFiles(folder, manifest) as files:
             return verify_blocks(files, io, len(os.sched_getaffinity(0)))

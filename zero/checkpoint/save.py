@@ -253,7 +253,7 @@ def open_disk_engine(directory: Path) -> Engine:
         try:
             engine = open_engine("auto", directory=directory)
         except OSError:
-            return open_engine("threads")
+            return open_engine("auto")  # without a folder to try
         _BEST_ENGINES[device] = engine.name
         return engine
     return open_engine(_BEST_ENGINES[device])
