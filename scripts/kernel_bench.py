@@ -4,10 +4,11 @@
 
 On the host the native kernels run on the threads that a single rank would use, beside torch's
 multi-threaded copy, torch's fused AdamW and, with `--peer PYTHON`, DeepSpeed's CPU Adam in an
-interpreter that has it (a process of its own, which steps when its turn comes). On a GPU the device kernels run beside a copy within the device. Rates count the bytes that must be read
-and written: parameter, gradient and state; a copy counts both sides. A copy on the host also reads
-the lines that it is about to write, which nobody counts; a pass in place does not, nor does an
-update, so both can be faster than the copy.
+interpreter that has it: a process of its own, which steps when its turn comes. On a GPU the device
+kernels run beside a copy within the device. Rates count the bytes that must be read and written:
+parameter, gradient and state; a copy counts both sides. A copy on the host also reads the lines
+that it is about to write, which nobody counts; a pass in place does not, nor does an update, so
+both can be faster than the copy.
 """
 
 from __future__ import annotations

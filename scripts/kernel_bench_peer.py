@@ -1,8 +1,8 @@
 """Measured steps of DeepSpeed's CPU Adam: started by kernel_bench.py.
 
-It runs in the interpreter of an environment that has DeepSpeed, and needs nothing of ours. A line of
-its input asks for one step, a line of its output that is JSON answers with seconds; the first says
-what runs. So the operator is compiled once, and rounds alternate with ours.
+It runs in the interpreter of an environment that has DeepSpeed, and needs nothing of ours. A line
+of its input asks for one step, a line of its output that is JSON answers with seconds; the first
+says what runs. So the operator is compiled once, and rounds alternate with ours.
 """
 
 import argparse
