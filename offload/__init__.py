@@ -6,13 +6,13 @@ from offload.commits import StoreCommits, layout_digest
 from offload.copies import Copies, CopyEntry
 from offload.device import (
     Device,
-    DeviceChecksums,
     DeviceMemory,
     HostDevice,
     Memory,
     elements_at,
     open_cuda_device,
 )
+from offload.device_checksums import DeviceChecksums
 from offload.footprint import disk_bytes, process_bytes, resident_set_bytes
 from offload.generic import GenericStep
 from offload.heap import HeapTrimmer

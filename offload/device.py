@@ -32,10 +32,6 @@ from aio_ops import HostArena, PinnedArena, Span
 from estimators import ElementType
 from offload.arrays import clear_bytes, copy_bytes, tensor_at, tensor_span, torch_dtype
 
-_LINE_BYTES = 64
-_SUM_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
-"""Spreads small differences over all bits of a wrapping sum."""
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
@@ -242,6 +238,7 @@ class CudaDevice(SeparateDevice):
         super().__init__()
         self.torch_device = torch.device("cuda", index)
         self.identity = _identity(index)
+        self._index = index
         self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._beside = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
@@ -249,7 +246,7 @@ class CudaDevice(SeparateDevice):
     def _start(self, way: str, source: Memory, target: Memory, after: Fence) -> Fence:
         """Copy on the stream of the direction."""
         stream = self._in if way == "in" else self._out
-        stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        stream.wait_stream(torch.cuda.current_stream(self._index))
         if isinstance(after, _CudaFence):
             stream.wait_event(after.event)
         with torch.cuda.stream(stream):
@@ -283,7 +280,7 @@ class CudaDevice(SeparateDevice):
     def join(self, fence: Fence) -> None:
         """Let the current stream wait; the host does not."""
         if isinstance(fence, _CudaFence):
-            torch.cuda.current_stream(self.torch_device).wait_event(fence.event)
+            torch.cuda.current_stream(self._index).wait_event(fence.event)
 
     def settle(self) -> None:
         """Wait for the streams beside that of the device's own work."""
@@ -333,26 +330,3 @@ def _identity(index: int) -> str:
 def open_cuda_device(index: int) -> Device:
     """Return a GPU to compute on."""
     return CudaDevice(index)
-
-
-class DeviceChecksums:
-    """Checksums of the bits of ranges of a flat tensor on a device, computed there.
-
-    A line is 64 bytes. The 8-byte words of a line are added, then the lines with a weight each:
-    whatever changes a line shows, unless it only moves words within it.
-    """
-
-    def __init__(self, flat: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
-        """Take ranges of elements that begin at a line each; what follows one stays as it is."""
-        size = flat.element_size()
-        bounds = [
-            [start * size // _LINE_BYTES, -(-stop * size // _LINE_BYTES)] for start, stop in ranges
-        ]
-        self._bounds = torch.tensor(bounds, dtype=torch.int64).view(-1, 2).to(flat.device)
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the checksums, int64, shape `[ranges]`, on the device; the host waits for none."""
-        lines = flat.view(torch.int64).view(-1, _LINE_BYTES // 8).sum(1)
-        weights = (2 * torch.arange(lines.numel(), device=flat.device) + 1) * _SUM_FACTOR
-        running = torch.nn.functional.pad((lines * weights).cumsum(0), (1, 0))
-        return running[self._bounds[:, 1]] - running[self._bounds[:, 0]]

@@ -81,35 +81,21 @@ class GradientReducer:
         Args:
             segments: the segments to look at; all of them by default.
         """
-        if self._communicator.world_size == 1:
-            for segment in self._segments if segments is None else segments:
-                self._flush_one(segment, is_wanted=segment.index in self._scratch)
-        else:
-            self._flush_together(segments)
+        looked_at = self._segments if segments is None else segments
+        arrived = {each.index for each in looked_at if each.index in self._scratch}
+        if self._communicator.world_size > 1:
+            place = -1 if segments is None else min((each.index for each in looked_at), default=-1)
+            arrived = _union(self._communicator, self._segments, place, arrived)
+            self._passing.finish()
+        for index in sorted(arrived):
+            self._scratch_of(self._all_segments[index])
+            self._reduce(self._all_segments[index])
+        for segment in looked_at:
+            self.kept.merge(segment)
         if segments is None:
             self._passing.finish()
             self._passing.let_leave(0)
             self.shown.show()
-
-    def _flush_together(self, segments: Sequence[Segment] | None) -> None:
-        """Reduce what has arrived on any rank; all ranks say so in one vector."""
-        looked_at = {segment.index for segment in segments or self._segments}
-        place = -1 if segments is None else min(looked_at, default=-1)
-        wanted = [
-            each.index in looked_at and each.index in self._scratch for each in self._segments
-        ]
-        union = self._communicator.union(place, wanted, "the end of a backward")
-        self._passing.finish()
-        for segment, is_wanted in zip(self._segments, union, strict=True):
-            if is_wanted or segment.index in looked_at:
-                self._flush_one(segment, is_wanted=is_wanted)
-
-    def _flush_one(self, segment: Segment, *, is_wanted: bool) -> None:
-        if is_wanted:
-            self._scratch_of(segment)
-            self._reduce(segment)
-        else:
-            self.kept.merge(segment)
 
     def abandon(self) -> None:
         """Drop gradients that have arrived but are not reduced: their backward failed."""
@@ -228,3 +214,13 @@ class GradientReducer:
         self.norm.forget()
         self.kept.drop()
         self.shown.drop()
+
+
+
+def _union(
+    communicator: Communicator, segments: Sequence[Segment], place: int, own: set[int]
+) -> set[int]:
+    """Return the segments of which any rank has something; they tell each other in one vector."""
+    wanted = [segment.index in own for segment in segments]
+    union = communicator.union(place, wanted, "the end of a backward")
+    return {segment.index for segment, is_any in zip(segments, union, strict=True) if is_any}
