@@ -69,6 +69,9 @@ class PlanInputs:
     batch: Batch = field(default_factory=Batch)
     accumulation_steps: int = 1
     element: ElementType = ElementType.BF16
+    """Type of the parameters in training."""
+    keeps_elements: bool = False
+    """Whether parameters of which it is known train in the type that they are built in."""
     gradient_element: ElementType | None = None
     parameter_tier: Tier = Tier.DEVICE
     optimizer_tier: Tier = Tier.DEVICE
@@ -93,7 +96,7 @@ class PlanInputs:
     built_on_meta: bool = True
     """Whether parameters get their values only when they are sharded."""
     built_element: ElementType = ElementType.FP32
-    """Type in which the model is built."""
+    """Type in which the model is built, where that is not known of each parameter."""
     placement_rates: DriveRates | None = None
     """A rank's share of the drive's rates, as far as the allocator will know them: those of the
     configuration. What else is known (`node.bandwidths`) tells the time alone."""
@@ -113,6 +116,12 @@ def units_of(model: ModelShape) -> list[tuple[str, list[ParameterShape]]]:
     return [(name or ROOT_UNIT, members) for name, members in units.items()]
 
 
+def element_of(inputs: PlanInputs, parameter: ParameterShape) -> ElementType:
+    """Return the type that a parameter has in training."""
+    own = parameter.element if inputs.keeps_elements else None
+    return own or inputs.element
+
+
 def state_format_of(inputs: PlanInputs, parameter: ParameterShape) -> StateFormat | None:
     """Return how the state of a parameter is stored, None being as for the rest of the model.
 
@@ -120,7 +129,7 @@ def state_format_of(inputs: PlanInputs, parameter: ParameterShape) -> StateForma
     `compact` keeps embeddings and parameters of one dimension exact.
     """
     usual = inputs.state_format
-    if inputs.element is not ElementType.BF16 or not inputs.trains:
+    if element_of(inputs, parameter) is not ElementType.BF16 or not _is_trained(inputs, parameter):
         return None
     chosen = usual
     if usual is StateFormat.COMPACT and (len(parameter.shape) < 2 or parameter.is_embedding):
@@ -132,26 +141,31 @@ def state_format_of(inputs: PlanInputs, parameter: ParameterShape) -> StateForma
     return None if chosen is usual else chosen
 
 
+def _is_trained(inputs: PlanInputs, parameter: ParameterShape) -> bool:
+    return inputs.trains and parameter.is_trainable
+
+
 def segments_of(inputs: PlanInputs) -> tuple[SegmentSpec, ...]:
-    """Return the segments of a model that is trained as a whole, in one parameter group."""
+    """Return the segments of a model whose trained parameters are in one parameter group."""
     segments: list[SegmentSpec] = []
     for index, (name, members) in enumerate(units_of(inputs.model)):
-        keyed: dict[StateFormat | None, list[ParameterShape]] = {}
+        keyed: dict[tuple[ElementType, bool, StateFormat | None], list[ParameterShape]] = {}
         for each in members:
-            keyed.setdefault(state_format_of(inputs, each), []).append(each)
+            kind = element_of(inputs, each), _is_trained(inputs, each)
+            keyed.setdefault((*kind, state_format_of(inputs, each)), []).append(each)
         segments += [
             SegmentSpec(
                 unit=name,
                 unit_index=index,
                 names=tuple(each.name for each in chosen),
                 numels=tuple(each.numel for each in chosen),
-                element=inputs.element,
-                trainable=inputs.trains,
+                element=element,
+                trainable=trained,
                 param_group=0,
                 gradient_element=inputs.gradient_element,
                 state_format=kept,
             )
-            for kept, chosen in keyed.items()
+            for (element, trained, kept), chosen in keyed.items()
         ]
     return tuple(segments)
 
@@ -162,9 +176,15 @@ def placement_request(inputs: PlanInputs) -> PlacementRequest:
     world_size, gpus = inputs.node.world_size, inputs.node.gpus
     cap = inputs.max_host_parameter_numel
     is_host = inputs.node.device is DeviceKind.CPU
-    built = inputs.built_element.size_bytes
     tensors = [
-        [StartTensor(each.numel, built * each.numel, inputs.built_on_meta) for each in members]
+        [
+            StartTensor(
+                each.numel,
+                (each.element or inputs.built_element).size_bytes * each.numel,
+                inputs.built_on_meta,
+            )
+            for each in members
+        ]
         for _, members in units_of(inputs.model)
     ]
     shards = [each.layout(world_size).shard_numel for each in segments]
