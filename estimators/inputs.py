@@ -71,6 +71,9 @@ class PlanInputs:
     batch: Batch = field(default_factory=Batch)
     accumulation_steps: int = 1
     element: ElementType = ElementType.BF16
+    """Type of the parameters in training."""
+    keeps_elements: bool = False
+    """Whether parameters of which it is known train in the type that they are built in."""
     gradient_element: ElementType | None = None
     parameter_tier: Tier = Tier.DEVICE
     optimizer_tier: Tier = Tier.DEVICE
@@ -97,7 +100,7 @@ class PlanInputs:
     built_on_meta: bool = True
     """Whether parameters get their values only when they are sharded."""
     built_element: ElementType = ElementType.FP32
-    """Type in which the model is built."""
+    """Type in which the model is built, where that is not known of each parameter."""
     placement_rates: DriveRates | None = None
     """A rank's share of the drive's rates, as far as the allocator will know them: those of the
     configuration. What else is known (`node.bandwidths`) tells the time alone."""
@@ -122,6 +125,12 @@ def units_of(
     return [(name or ROOT_UNIT, members) for name, members in units.items()]
 
 
+def element_of(inputs: PlanInputs, parameter: ParameterShape) -> ElementType:
+    """Return the type that a parameter has in training."""
+    own = parameter.element if inputs.keeps_elements else None
+    return own or inputs.element
+
+
 def state_format_of(inputs: PlanInputs, parameter: ParameterShape) -> StateFormat | None:
     """Return how the state of a parameter is stored, None being as for the rest of the model.
 
@@ -129,7 +138,7 @@ def state_format_of(inputs: PlanInputs, parameter: ParameterShape) -> StateForma
     `compact` keeps embeddings and parameters of one dimension exact.
     """
     usual = inputs.state_format
-    if inputs.element is not ElementType.BF16 or not inputs.trains:
+    if element_of(inputs, parameter) is not ElementType.BF16 or not _is_trained(inputs, parameter):
         return None
     chosen = usual
     if usual is StateFormat.COMPACT and (len(parameter.shape) < 2 or parameter.is_embedding):
@@ -154,29 +163,36 @@ def persistent_names(inputs: PlanInputs) -> frozenset[str]:
     return frozenset(each.name for each, stays in zip(shapes, chosen, strict=True) if stays)
 
 
+def _is_trained(inputs: PlanInputs, parameter: ParameterShape) -> bool:
+    return inputs.trains and parameter.is_trainable
+
+
 def segments_of(inputs: PlanInputs) -> tuple[SegmentSpec, ...]:
-    """Return the segments of a model that is trained as a whole, in one parameter group."""
+    """Return the segments of a model whose trained parameters are in one parameter group."""
     segments: list[SegmentSpec] = []
     persistent = persistent_names(inputs)
     for index, (name, members) in enumerate(units_of(inputs.model, persistent)):
-        keyed: dict[tuple[StateFormat | None, bool], list[ParameterShape]] = {}
+        keyed: dict[
+            tuple[ElementType, bool, StateFormat | None, bool], list[ParameterShape]
+        ] = {}
         for each in members:
-            key = state_format_of(inputs, each), each.name in persistent
-            keyed.setdefault(key, []).append(each)
+            kind = element_of(inputs, each), _is_trained(inputs, each)
+            kept = state_format_of(inputs, each)
+            keyed.setdefault((*kind, kept, each.name in persistent), []).append(each)
         segments += [
             SegmentSpec(
                 unit=name,
                 unit_index=index,
                 names=tuple(each.name for each in chosen),
                 numels=tuple(each.numel for each in chosen),
-                element=inputs.element,
-                trainable=inputs.trains,
+                element=element,
+                trainable=trained,
                 param_group=0,
                 gradient_element=inputs.gradient_element,
                 state_format=kept,
                 persistent=stays,
             )
-            for (kept, stays), chosen in keyed.items()
+            for (element, trained, kept, stays), chosen in keyed.items()
         ]
     return tuple(segments)
 
@@ -187,9 +203,15 @@ def placement_request(inputs: PlanInputs) -> PlacementRequest:
     world_size, gpus = inputs.node.world_size, inputs.node.gpus
     cap = inputs.max_host_parameter_numel
     is_host = inputs.node.device is DeviceKind.CPU
-    built = inputs.built_element.size_bytes
     tensors = [
-        [StartTensor(each.numel, built * each.numel, inputs.built_on_meta) for each in members]
+        [
+            StartTensor(
+                each.numel,
+                (each.element or inputs.built_element).size_bytes * each.numel,
+                inputs.built_on_meta,
+            )
+            for each in members
+        ]
         for _, members in units_of(inputs.model, persistent_names(inputs))
     ]
     shards = [each.layout(world_size).shard_numel for each in segments]

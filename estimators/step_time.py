@@ -166,13 +166,27 @@ def operations(inputs: PlanInputs) -> Operations | None:
         for each in stack.attention:
             seen = (sequence + 1) / 2 if each.causal else sequence
             scores += stack.count * 4.0 * each.query_width * seen
-    passes = 3.0 if inputs.trains else 1.0  # a backward is two matrix products for each one
+    passes = _passes(inputs)
     again = 1.0 if inputs.batch.checkpointing and inputs.trains else 0.0
     return Operations(
         matmul=passes * 2.0 * tokens * (blocks + _head_numel(model)),
         attention=passes * tokens * scores,
         recomputed=again * tokens * (2.0 * blocks + scores),
     )
+
+
+def _passes(inputs: PlanInputs) -> float:
+    """Return how often each matrix product is computed, forward and backward together.
+
+    A backward is one for the gradient of what came in, which nothing needs below the first
+    parameter that is trained, and one for the gradient of each weight that is.
+    """
+    model = inputs.model
+    if not inputs.trains:
+        return 1.0
+    first = {"", *model.blocks[:1]}
+    reaches = any(each.is_trainable for each in model.parameters if each.block in first)
+    return 1.0 + reaches + model.trainable_numel / model.numel
 
 
 def _head_numel(model: ModelShape) -> int:
@@ -277,7 +291,8 @@ def wear(inputs: PlanInputs, bytes_moved: Moved, time: StepTime) -> Wear:
     written = bytes_moved.traffic.total_written_bytes + bytes_moved.commit_bytes
     written = round(written * node.gpus)
     size = node.drive_bytes if node.drive_bytes is not None else node.nvme_bytes
-    daily = _SECONDS_OF_A_DAY / time.expected if time.expected else 0.0
-    per_day = written * daily / size if size else None
+    knows = time.expected and inputs.model.stacks  # else the pace is not known
+    daily = _SECONDS_OF_A_DAY / time.expected if knows else 0.0
+    per_day = written * daily / size if size and (daily or not written) else None
     steps = node.rated_written_bytes / written if node.rated_written_bytes and written else None
     return Wear(written, per_day, steps, steps / daily if steps is not None and daily else None)

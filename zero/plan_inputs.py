@@ -133,14 +133,30 @@ def plan_inputs(options: argparse.Namespace, asked: Asked) -> PlanInputs:
         element=ELEMENTS[options.dtype or "bf16"],
         persistence=default_persistence(),
     )
+    given = None
     if options.config is not None:
         settings = read_settings(options.config, asked.node.world_size, asked.model.hidden)
         inputs = _configured(inputs, settings, options)
+        given = settings.element
+    if options.dtype is None and given is None:
+        inputs = _as_built(inputs)
     inputs = _overridden(inputs, options)
     if inputs.node.host_bytes is None:
         budget = budget_of(asked.host_memory_bytes, inputs.node.gpus)
         inputs = replace(inputs, node=replace(inputs.node, host_bytes=budget))
     return inputs
+
+
+def _as_built(inputs: PlanInputs) -> PlanInputs:
+    """Return inputs that keep the types of a built model, as `zero.initialize` does."""
+    numels: dict[ElementType, int] = {}
+    for each in inputs.model.parameters:
+        if each.element is not None:
+            numels[each.element] = numels.get(each.element, 0) + each.numel
+    if not numels:
+        return inputs
+    usual = max(numels, key=lambda element: numels[element])
+    return replace(inputs, element=usual, keeps_elements=True)
 
 
 def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namespace) -> PlanInputs:

@@ -73,6 +73,30 @@ def test_a_plan_of_a_shape_is_the_plan_of_the_built_model(
     assert plan.swap_file_bytes > 0 or "nvme" not in (parameters, optimizer)
 
 
+@pytest.mark.nvme
+def test_a_built_model_is_planned_in_its_own_types_and_frozen_where_it_is(
+    scratch: Path, tmp_path: Path
+) -> None:
+    config = make_config(
+        parameters="nvme", optimizer="nvme", nvme_path=str(scratch), host_memory="150KB",
+        sub_group_size=4096,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = TinyTransformer(layers=3, extra=(5000,))
+    model.blocks[1].bfloat16()
+    model.embedding.requires_grad_(requires_grad=False)
+    model.blocks[2].up.requires_grad_(requires_grad=False)
+    inputs = inputs_of(config, shape_of(model, "mixed"), tmp_path, "--gpus", "2")
+    assert (inputs.element, inputs.keeps_elements) == (ElementType.FP32, True)
+    plan = expected(model, config, 2)
+    assert len({spec.element for spec in plan.request.segments}) == 2
+    assert len({spec.trainable for spec in plan.request.segments}) == 2
+    assert placement_request(inputs) == plan.request
+    assert estimate(inputs).memory.rows() == plan.rows()
+    forced = inputs_of(config, shape_of(model, "mixed"), tmp_path, "--dtype", "bf16")
+    assert {spec.element for spec in placement_request(forced).segments} == {ElementType.BF16}
+
+
 @pytest.mark.full
 @pytest.mark.nvme
 @pytest.mark.parametrize("name", VARIATIONS)
