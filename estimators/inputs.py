@@ -172,9 +172,7 @@ def segments_of(inputs: PlanInputs) -> tuple[SegmentSpec, ...]:
     segments: list[SegmentSpec] = []
     persistent = persistent_names(inputs)
     for index, (name, members) in enumerate(units_of(inputs.model, persistent)):
-        keyed: dict[
-            tuple[ElementType, bool, StateFormat | None, bool], list[ParameterShape]
-        ] = {}
+        keyed: dict[tuple[ElementType, bool, StateFormat | None, bool], list[ParameterShape]] = {}
         for each in members:
             kind = element_of(inputs, each), _is_trained(inputs, each)
             kept = state_format_of(inputs, each)

@@ -216,7 +216,6 @@ class GradientReducer:
         self.shown.drop()
 
 
-
 def _union(
     communicator: Communicator, segments: Sequence[Segment], place: int, own: set[int]
 ) -> set[int]:
