@@ -204,7 +204,7 @@ def sub_group_cap(request: PlacementRequest, segment: SegmentSpec) -> int:
     cap = min(request.sub_group_numel, shard_numel)
     if not request.device_is_host and segment.trainable and request.trains:
         sizes = section_bytes(request, segment, SHARD_ALIGNMENT_NUMEL)
-        lowest = lowest_tiers(request)
+        lowest = lowest_tiers(request, segment)
         line_bytes = sum(
             size
             for section, size in sizes.items()

@@ -21,7 +21,7 @@ import abc
 import contextlib
 import platform
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
