@@ -57,6 +57,7 @@ def build_runtime(
                 store,
                 reducer,
                 limits,
+                communicator,
             ),
             blueprint.optimizer.fused.states if blueprint.optimizer is not None else MOMENTS,
         )
@@ -81,7 +82,7 @@ def _make_units(
         for spec, members in unit.segments:
             own.append(Segment(len(segments), spec, members, communicator))
             segments.append(own[-1])
-        units.append(Unit(index, unit.name, unit.module, own))
+        units.append(Unit(index, unit.name, unit.module, own, unit.router))
     return units, segments
 
 

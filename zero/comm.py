@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,8 @@ class Communicator:
         self._group = _cpu_group() if joined else None
         self.rank = dist.get_rank() if joined else 0
         self.world_size = dist.get_world_size() if joined else 1
+        self.before_meeting: Callable[[], Callable[[], None] | None] = lambda: None
+        """Gives what must be done before the ranks meet, if anything, see [Note: turns]."""
         self.rendezvous = Rendezvous(self.rank, self.world_size)
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
         self.local_world_size = int(local) if joined and local.isdigit() else self.world_size
@@ -131,6 +133,7 @@ class Communicator:
             RankError: naming the ranks that do something else, or will not come.
         """
         if self.world_size > 1:
+            self._prepare()
             self.rendezvous.meet(what)
 
     def agree(self, number: int, what: str) -> None:
@@ -140,6 +143,7 @@ class Communicator:
             RankError: naming the ranks that do something else, or will not come.
         """
         if self.world_size > 1:
+            self._prepare()
             self.rendezvous.meet(f"{what} (number {number})")
 
     def close(self) -> None:
@@ -154,6 +158,7 @@ class Communicator:
         """
         if self.world_size == 1:
             return list(wanted)
+        self._prepare()
         rows = self.gather_rows(torch.tensor([place, *wanted]))
         places = rows[:, 0].tolist()
         if any(other != place for other in places):
@@ -178,6 +183,11 @@ class Communicator:
                 f"rank {self.rank}: {what} went well here, but failed on ranks {failed}, whose"
                 " errors say why"
             )
+
+    def _prepare(self) -> None:
+        finish = self.before_meeting()
+        if finish is not None:
+            finish()
 
     def barrier(self) -> None:
         """Wait for all ranks."""

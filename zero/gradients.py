@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -98,13 +98,22 @@ class GradientReducer:
         union = self._communicator.union(place, wanted, "the end of a backward")
         for segment, is_wanted in zip(self._segments, union, strict=True):
             if is_wanted:
-                self._scratch_of(segment)
-                self._reduce(segment)
+                self.reduce([segment])
             elif segment.index in looked_at:
                 self.kept.merge(segment)
         if segments is None:
             self._let_leave(0)
             self.shown.show()
+
+    def is_pending(self, segment: Segment) -> bool:
+        """Tell whether gradients of a segment wait for their reduction."""
+        return segment.index in self._scratch
+
+    def reduce(self, segments: Iterable[Segment]) -> None:
+        """Reduce segments now; a collective. A rank that has nothing for one gives zeros."""
+        for segment in segments:
+            self._scratch_of(segment)
+            self._reduce(segment)
 
     def abandon(self) -> None:
         """Drop gradients that have arrived but are not reduced: their backward failed."""
