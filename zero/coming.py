@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offload import Store, pages_parameters
+from offload import Ledger, Store, pages_parameters
 from offload.device import PASSED, Fence
+from offload.ledger import GATHERED, Activity
 
 if TYPE_CHECKING:
     from zero.unit import Segment, Unit
@@ -71,6 +72,16 @@ class UnitAhead:
         if self._unit is not None:
             self._unit.drop_prefetched(store)
             self._unit = None
+
+
+def gather_flat(segment: Segment, ledger: Ledger) -> None:
+    """Fill a flat buffer from the part of it that each rank holds."""
+    ledger.note("gather", segment.spec.name)
+    communicator = segment.communicator
+    with ledger.timing(Activity.COLLECTIVE):
+        communicator.agree(segment.index, f"the parameters of unit {segment.spec.unit}")
+        communicator.all_gather_in_place(segment.flat)
+    ledger.exchanged(GATHERED, segment.flat.nbytes, communicator.world_size)
 
 
 def read_flat(segment: Segment, store: Store) -> Fence:

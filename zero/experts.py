@@ -29,11 +29,12 @@ import torch
 
 from estimators.summary import LIVE_PARAMETERS
 from offload import Store
+from zero.coming import gather_flat
 from zero.comm import Communicator, RankError
 from zero.gradients import GradientReducer
 from zero.hooks import ModuleHook
 from zero.memory import live_parameter_bytes
-from zero.unit import Segment, Unit
+from zero.unit import Segment, Unit, UnitState
 
 
 @dataclass(slots=True, eq=False)
@@ -193,7 +194,7 @@ class ExpertTurns:
                 if chosen is wanted:
                     chosen.unshard(self._store)
                     return
-                chosen.lend(self._store, self._observe)
+                self._lend(chosen)
         except RankError:
             self._has_failed = True
             raise
@@ -208,15 +209,34 @@ class ExpertTurns:
             -1 if wanted is None else group.units.index(wanted),
             bool(group.backwards and not group.forwards),
         ]
-        row += [reducer is not None and reducer.is_pending(each) for each in segments]
+        row += [reducer is not None and reducer.has_pending(each) for each in segments]
         rows = self._communicator.gather_rows(torch.tensor(row, dtype=torch.int64))
         if reducer is not None:
             arrived = rows[:, 2:].any(0).tolist()
-            reducer.reduce(itertools.compress(segments, arrived))
+            for segment in itertools.compress(segments, arrived):
+                reducer.reduce(segment)
         wishes: list[int] = [number for number in rows[:, 0].tolist() if number >= 0]
         if not wishes:
             return None
         return group.units[max(wishes) if rows[0, 1] else min(wishes)]
 
-    def _observe(self) -> None:
-        self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(self._units))
+    def _lend(self, unit: Unit) -> None:
+        """Give the other ranks this rank's part, and keep nothing that it has no use for."""
+        moving = [segment for segment in unit.segments if not segment.is_in_place]
+        if unit.is_unsharded:
+            for segment in moving:
+                gather_flat(segment, self._store.ledger)
+            return
+        unit.move_to(UnitState.UNSHARDING)
+        try:
+            for segment in moving:
+                segment.fill(self._store, self._store.ledger)
+            self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(self._units))
+        except BaseException:
+            self._store.reclaim()
+            raise
+        finally:
+            unit.drop_prefetched(self._store)
+            for segment in moving:
+                segment.flat.untyped_storage().resize_(0)
+            unit.move_to(UnitState.SHARDED)

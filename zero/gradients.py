@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -98,22 +98,12 @@ class GradientReducer:
         union = self._communicator.union(place, wanted, "the end of a backward")
         for segment, is_wanted in zip(self._segments, union, strict=True):
             if is_wanted:
-                self.reduce([segment])
+                self.reduce(segment)
             elif segment.index in looked_at:
                 self.kept.merge(segment)
         if segments is None:
             self._let_leave(0)
             self.shown.show()
-
-    def is_pending(self, segment: Segment) -> bool:
-        """Tell whether gradients of a segment wait for their reduction."""
-        return segment.index in self._scratch
-
-    def reduce(self, segments: Iterable[Segment]) -> None:
-        """Reduce segments now; a collective. A rank that has nothing for one gives zeros."""
-        for segment in segments:
-            self._scratch_of(segment)
-            self._reduce(segment)
 
     def abandon(self) -> None:
         """Drop gradients that have arrived but are not reduced: their backward failed."""
@@ -122,8 +112,10 @@ class GradientReducer:
         self._let_leave(0)
         self.kept.abandon()
 
-    def has_pending(self) -> bool:
-        """Tell whether gradients wait for their reduction."""
+    def has_pending(self, segment: Segment | None = None) -> bool:
+        """Tell whether gradients wait for their reduction, or those of one segment."""
+        if segment is not None:
+            return segment.index in self._scratch
         return bool(self._scratch) or self.kept.is_arriving
 
     def global_norm(self) -> float:
@@ -190,7 +182,7 @@ class GradientReducer:
             target.copy_(gradient.detach())
             arrived.add(position)
         if len(arrived) == len(segment.members) and self._communicator.world_size == 1:
-            self._reduce(segment)
+            self.reduce(segment)
 
     def _scratch_of(self, segment: Segment) -> torch.Tensor:
         """Return where the gradients of the running backward are collected, zero at first."""
@@ -217,9 +209,11 @@ class GradientReducer:
             held = sum(each.nbytes for each in self._scratch.values())
             if held + needed <= self._store.plan.gradient_scratch_bytes:
                 return
-            self._reduce(self._all_segments[next(iter(self._scratch))])
+            self.reduce(self._all_segments[next(iter(self._scratch))])
 
-    def _reduce(self, segment: Segment) -> None:
+    def reduce(self, segment: Segment) -> None:
+        """Reduce what has arrived for a segment, zeros where nothing has; a collective."""
+        self._scratch_of(segment)
         scratch = self._scratch.pop(segment.index)
         self._arrived.pop(segment.index, None)
         if not scratch.numel():

@@ -19,7 +19,7 @@ master is needed was written, and only that is rounded.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -39,9 +39,8 @@ from offload import (
     write_range,
 )
 from offload.arrays import torch_dtype
-from offload.ledger import GATHERED, Activity
 from zero.aliases import LateAliases, checksums, checksums_of
-from zero.coming import ComingParameters, read_flat
+from zero.coming import ComingParameters, gather_flat, read_flat
 from zero.comm import Communicator
 from zero.late import Checksums, differing
 from zero.replicated import gather_values
@@ -145,20 +144,7 @@ class Segment:
             return
         if not self.coming.take(store):
             self._device.join(read_flat(self, store))
-        self.gather(ledger)
-
-    def gather(self, ledger: Ledger) -> None:
-        """Fill the flat buffer from the part that each rank holds of it."""
-        ledger.note("gather", self.spec.name)
-        with ledger.timing(Activity.COLLECTIVE):
-            self.communicator.agree(self.index, f"the parameters of unit {self.spec.unit}")
-            self.communicator.all_gather_in_place(self.flat)
-        ledger.exchanged(GATHERED, self.flat.nbytes, self.layout.world_size)
-
-    def empty(self) -> None:
-        """Free the memory of a flat buffer that was filled and not exposed."""
-        if not self.is_in_place:
-            self.flat.untyped_storage().resize_(0)
+        gather_flat(self, ledger)
 
     def expose(self) -> None:
         """Make the parameters plain: their values may be read now."""
@@ -453,27 +439,6 @@ class Unit:
         for segment in self.segments:
             segment.expose()
         self.move_to(UnitState.UNSHARDED)
-
-    def lend(self, store: Store, observe: Callable[[], None]) -> None:
-        """Give other ranks this rank's part, and keep nothing of theirs that it has no use for."""
-        moving = [segment for segment in self.segments if not segment.is_in_place]
-        if self.state is UnitState.UNSHARDED:
-            for segment in moving:
-                segment.gather(store.ledger)
-            return
-        self.move_to(UnitState.UNSHARDING)
-        try:
-            for segment in moving:
-                segment.fill(store, store.ledger)
-            observe()
-        except BaseException:
-            store.reclaim()
-            raise
-        finally:
-            self.drop_prefetched(store)
-            for segment in moving:
-                segment.empty()
-            self.move_to(UnitState.SHARDED)
 
     def prefetch(self, store: Store) -> None:
         """Start to copy the parameters of a unit that is sharded to the device."""
