@@ -169,17 +169,22 @@ class MemoryPlan(DurableBytes):
         )
 
     def _window_bytes(self, sizes: Sequence[int], others: int = 2) -> int:
-        """Return the bytes of what is live at once: the root unit and some others."""
+        """Return the bytes of what is live at once: the root unit and some others.
+
+        Beside blocks these are as many of the units within blocks, which are experts.
+        """
+        names = {segment.unit for segment in self.request.segments}
         root = sum(
             size
             for size, segment in zip(sizes, self.request.segments, strict=True)
             if segment.unit_index == 0
         )
-        units: dict[int, int] = {}
+        units: tuple[dict[int, int], ...] = ({}, {})
         for size, segment in zip(sizes, self.request.segments, strict=True):
             if segment.unit_index:
-                units[segment.unit_index] = units.get(segment.unit_index, 0) + size
-        return root + sum(sorted(units.values())[-others:])
+                kind = units[_is_within(segment.unit, names)]
+                kind[segment.unit_index] = kind.get(segment.unit_index, 0) + size
+        return root + sum(sum(sorted(kind.values())[-others:]) for kind in units)
 
     @cached_property
     def live_parameter_bytes(self) -> int:
@@ -315,6 +320,15 @@ class MemoryPlan(DurableBytes):
             for group in self.sub_groups
             if group.extent is not None
         )
+
+
+def _is_within(unit: str, units: Container[str]) -> bool:
+    """Tell whether a unit is a part of another one's module."""
+    while unit:
+        unit = unit.rpartition(".")[0]
+        if unit in units:
+            return True
+    return False
 
 
 def is_full(request: PlacementRequest, section: Section, segment: int) -> bool:

@@ -42,7 +42,7 @@ def build_runtime(
     limits = PrefetchLimits(settings.prefetch_numel, settings.live_numel)
     try:
         units, segments = _make_units(blueprint, communicator)
-        let_come(segments, store, communicator)
+        let_come(units, store, communicator)
         reducer = (
             GradientReducer(segments, store, kernels, communicator)
             if blueprint.optimizer is not None
@@ -60,6 +60,7 @@ def build_runtime(
                 store,
                 reducer,
                 limits,
+                communicator,
             ),
             blueprint.optimizer.fused.states if blueprint.optimizer is not None else MOMENTS,
         )
@@ -84,7 +85,7 @@ def _make_units(
         for spec, members in unit.segments:
             own.append(Segment(len(segments), spec, members, communicator))
             segments.append(own[-1])
-        units.append(Unit(index, unit.name, unit.module, own))
+        units.append(Unit(index, unit.name, unit.module, own, unit.router))
     return units, segments
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offload import Store, pages_parameters
+from offload import Ledger, Store, pages_parameters
 from offload.device import PASSED, Fence
-from offload.ledger import GATHERED
+from offload.ledger import GATHERED, Activity
 
 if TYPE_CHECKING:
     from zero.comm import Communicator
@@ -97,9 +97,18 @@ class UnitAhead:
             self._unit = None
 
 
-def let_come(segments: Sequence[Segment], store: Store, communicator: Communicator) -> None:
-    """Find out of which segments no rank pages anything; a collective."""
+def let_come(units: Sequence[Unit], store: Store, communicator: Communicator) -> None:
+    """Find out of which segments no rank pages anything; a collective.
+
+    Where ranks take turns for experts, each comes to units in an order of its own, so nothing is
+    exchanged ahead.
+    """
+    segments = [segment for unit in units for segment in unit.segments]
     if not segments:
+        return
+    if communicator.world_size > 1 and any(unit.router is not None for unit in units):
+        for segment in segments:
+            segment.coming.may_come = False
         return
     pages = torch.tensor([pages_parameters(store, segment.index) for segment in segments])
     by_rank = communicator.gather_rows(pages)
@@ -111,6 +120,16 @@ def agree_on(segment: Segment) -> None:
     """Wait until all ranks are about to gather a segment, ahead or not."""
     what = f"the parameters of unit {segment.spec.unit}"
     segment.communicator.agree(segment.index, what)
+
+
+def gather_flat(segment: Segment, ledger: Ledger) -> None:
+    """Fill a flat buffer from the part of it that each rank holds."""
+    ledger.note("gather", segment.spec.name)
+    communicator = segment.communicator
+    with ledger.timing(Activity.COLLECTIVE):
+        agree_on(segment)
+        communicator.all_gather_in_place(segment.flat)
+    ledger.exchanged(GATHERED, segment.flat.nbytes, communicator.world_size)
 
 
 def read_flat(segment: Segment, store: Store) -> Fence:

@@ -9,7 +9,7 @@ tell that a rank is missing. So the ranks meet on the host before each, see [Not
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -87,6 +87,8 @@ class Communicator:
         """Collectives so far. NCCL knows them by their order alone, so ranks compare it."""
         self.rank = dist.get_rank() if joined else 0
         self.world_size = dist.get_world_size() if joined else 1
+        self.before_meeting: Callable[[], Callable[[], None] | None] = lambda: None
+        """Gives what must be done before the ranks meet, if anything, see [Note: turns]."""
         self.rendezvous = Rendezvous(self.rank, self.world_size)
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
         self.local_world_size = int(local) if joined and local.isdigit() else self.world_size
@@ -202,6 +204,7 @@ class Communicator:
             RankError: naming the ranks that do something else, or will not come.
         """
         if self.world_size > 1:
+            self._prepare()
             self.rendezvous.meet(what)
 
     def agree(self, number: int, what: str) -> None:
@@ -211,6 +214,7 @@ class Communicator:
             RankError: naming the ranks that do something else, or will not come.
         """
         if self.world_size > 1:
+            self._prepare()
             self.rendezvous.meet(f"{what} (number {number})")
 
     def close(self) -> None:
@@ -227,6 +231,7 @@ class Communicator:
         """
         if self.world_size == 1:
             return list(wanted)
+        self._prepare()
         rows = self.gather_rows(torch.tensor([place, self._exchanged, *wanted]))
         places = rows[:, :2].tolist()
         if any(other != places[0] for other in places):
@@ -254,6 +259,11 @@ class Communicator:
                 f"rank {self.rank}: {what} went well here, but failed on ranks {failed}, whose"
                 " errors say why"
             )
+
+    def _prepare(self) -> None:
+        finish = self.before_meeting()
+        if finish is not None:
+            finish()
 
     def barrier(self) -> None:
         """Wait for all ranks."""

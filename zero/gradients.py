@@ -88,8 +88,7 @@ class GradientReducer:
             arrived = _union(self._communicator, self._segments, place, arrived)
             self._passing.finish()
         for index in sorted(arrived):
-            self._scratch_of(self._all_segments[index])
-            self._reduce(self._all_segments[index])
+            self.reduce(self._all_segments[index])
         for segment in looked_at:
             self.kept.merge(segment)
         if segments is None:
@@ -104,8 +103,10 @@ class GradientReducer:
         self._passing.abandon()
         self.kept.abandon()
 
-    def has_pending(self) -> bool:
-        """Tell whether gradients wait for their reduction."""
+    def has_pending(self, segment: Segment | None = None) -> bool:
+        """Tell whether gradients wait for their reduction, or those of one segment."""
+        if segment is not None:
+            return segment.index in self._scratch
         return bool(self._scratch) or self._passing.is_exchanging or self.kept.is_arriving
 
     def global_norm(self) -> float:
@@ -149,7 +150,7 @@ class GradientReducer:
             target.copy_(gradient.detach())
             arrived.add(position)
         if len(arrived) == len(segment.members) and self._communicator.world_size == 1:
-            self._reduce(segment)
+            self.reduce(segment)
 
     def _scratch_of(self, segment: Segment) -> torch.Tensor:
         """Return where the gradients of the running backward are collected, zero at first."""
@@ -175,9 +176,11 @@ class GradientReducer:
             held = sum(each.nbytes for each in self._scratch.values())
             if held + needed <= self._store.plan.gradient_scratch_bytes:
                 return
-            self._reduce(self._all_segments[next(iter(self._scratch))])
+            self.reduce(self._all_segments[next(iter(self._scratch))])
 
-    def _reduce(self, segment: Segment) -> None:
+    def reduce(self, segment: Segment) -> None:
+        """Reduce what has arrived for a segment, zeros where nothing has; a collective."""
+        self._scratch_of(segment)
         scratch = self._scratch.pop(segment.index)
         self._arrived.pop(segment.index, None)
         if not scratch.numel():

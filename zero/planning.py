@@ -213,7 +213,6 @@ def make_blueprint(
         changes.numels,
         changes.replaced,
         choose_formats(model, settings),
-        world_size,
     )
     rates = (
         changes.recalled.rates

@@ -39,14 +39,13 @@ from offload import (
     write_range,
 )
 from offload.arrays import torch_dtype
-from offload.ledger import GATHERED, Activity
 from zero.aliases import LateAliases, checksums, checksums_of
-from zero.coming import ComingParameters, agree_on, read_flat
+from zero.coming import ComingParameters, gather_flat, read_flat
 from zero.comm import Communicator
 from zero.late import Checksums, differing
 from zero.replicated import gather_values
 from zero.seal import seal_all, sealed_like
-from zero.units import ManagedParameter
+from zero.units import ManagedParameter, Router
 
 
 class UnitState(enum.Enum):
@@ -148,10 +147,7 @@ class Segment:
         if self.coming.take(store):
             return
         self._device.join(read_flat(self, store))
-        with ledger.timing(Activity.COLLECTIVE):
-            agree_on(self)
-            self.communicator.all_gather_in_place(self.flat)
-        ledger.exchanged(GATHERED, self.flat.nbytes, self.layout.world_size)
+        gather_flat(self, ledger)
 
     def expose(self) -> None:
         """Make the parameters plain: their values may be read now."""
@@ -359,7 +355,12 @@ class Unit:
     """Parameters that are unsharded and resharded together."""
 
     def __init__(
-        self, index: int, name: str, module: nn.Module, segments: Sequence[Segment]
+        self,
+        index: int,
+        name: str,
+        module: nn.Module,
+        segments: Sequence[Segment],
+        router: Router | None = None,
     ) -> None:
         self.index = index
         self.name = name
@@ -367,6 +368,7 @@ class Unit:
         self.segments = tuple(segments)
         self.numel = sum(sum(segment.layout.numels) for segment in self.segments)
         """Elements of the full parameters."""
+        self.router = router
         self.state = UnitState.SHARDED
         self.forward_depth = 0
         self.gather_depth = 0

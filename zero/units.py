@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -23,6 +24,10 @@ ELEMENTS = {
     torch.bfloat16: ElementType.BF16,
     torch.float16: ElementType.FP16,
 }
+
+
+Router: TypeAlias = tuple[str, nn.Module]
+"""Name and module of what routes to experts: its forward calls them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +68,43 @@ class UnitBlueprint:
     name: str
     module: nn.Module
     segments: tuple[tuple[SegmentSpec, tuple[ManagedParameter, ...]], ...]
+    router: Router | None = None
+    """What routes to it, if it is an expert."""
 
 
-def find_blocks(model: nn.Module, world_size: int = 1) -> list[tuple[str, nn.Module]]:
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the repeated blocks: children of one container that share a class and hold parameters.
 
-    The outermost repetition counts; blocks within a block belong to it. Experts, which are the
-    children of a container whose name says so, are blocks on one rank alone: several ranks route
-    differently, but must unshard the same things at the same time, so there experts belong to what
-    is around them.
+    The outermost repetition counts; blocks within a block belong to it, but for its experts, which
+    are the children of a container whose name says so: these are blocks of their own, after it.
     """
+    return _repeated("", model, is_inside=False)
+
+
+def router_of(model: nn.Module, block: str) -> Router | None:
+    """Return the module whose forward calls a block, if that is an expert."""
+    path, _, _ = block.rpartition(".")
+    if not _holds_experts(path):
+        return None
+    while path:
+        path, _, _ = path.rpartition(".")
+        module = model.get_submodule(path)
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict):  # these have no forward
+            break
+    return path or ROOT_NAME, model.get_submodule(path)
+
+
+def _holds_experts(path: str) -> bool:
+    return "expert" in path.rpartition(".")[2].lower()
+
+
+def _repeated(path: str, root: nn.Module, *, is_inside: bool) -> list[tuple[str, nn.Module]]:
+    """Return the blocks below a module; inside of a block only experts are."""
     blocks: list[tuple[str, nn.Module]] = []
-    pending: list[tuple[str, nn.Module]] = [("", model)]
+    pending = [(f"{path}." if path else "", root)]
     while pending:
         prefix, module = pending.pop(0)
-        if world_size > 1 and "expert" in prefix.rstrip(".").rpartition(".")[2].lower():
-            continue
+        counts = not is_inside or _holds_experts(prefix.rstrip("."))
         is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         children = [
             (f"{prefix}{name}", child)
@@ -87,8 +113,10 @@ def find_blocks(model: nn.Module, world_size: int = 1) -> list[tuple[str, nn.Mod
         ]
         classes = [type(child) for _, child in children]
         for name, child in children:
-            if is_container and classes.count(type(child)) > 1:
+            if is_container and counts and classes.count(type(child)) > 1:
                 blocks.append((name, child))
+                if not is_inside:
+                    blocks += _repeated(name, child, is_inside=True)
             else:
                 pending.append((f"{name}.", child))
     return blocks
@@ -101,7 +129,6 @@ def form_units(
     numels: Mapping[int, int] | None = None,
     replaced: object = None,
     format_of: Callable[[str, nn.Parameter], StateFormat | None] = lambda *_: None,
-    world_size: int = 1,
 ) -> list[UnitBlueprint]:
     """Return the units of a model, the root unit first, to which shared parameters belong.
 
@@ -113,14 +140,13 @@ def form_units(
         replaced: the runtime that holds the parameters now and is about to be replaced, or None.
         format_of: tells from a parameter's name and the parameter how its state is stored, None
             being as in the rest of the model.
-        world_size: ranks that share the model, see `find_blocks`.
 
     Raises:
         ConfigError: if a parameter has a type that cannot be trained, or shares memory.
     """
     _check_shared_memory(model)
-    blocks = find_blocks(model, world_size)
-    owners = _owners(model, blocks)
+    blocks = find_blocks(model)
+    owners = owners_of(model, blocks)
     group_of = {id(each): index for index, group in enumerate(groups) for each in group}
     managed = [
         ManagedParameter(
@@ -149,18 +175,26 @@ def form_units(
             tuple(
                 _segments(index, name, members[index], (grouping.gradient_element, numels or {}))
             ),
+            router_of(model, name),
         )
         for index, (name, module) in enumerate(named)
-        if members[index] or index == 0
+        if members[index] or index == 0 or any(at.startswith(f"{name}.") for at, _ in blocks)
     ]
 
 
-def _owners(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[int, set[int]]:
-    """Return the units (0 is the root) whose modules hold each parameter, by its id."""
+def owners_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[int, set[int]]:
+    """Return the units (0 is the root) whose modules hold each parameter, by its id.
+
+    What belongs to a block within a block does not belong to the outer one.
+    """
     units_of_module: dict[int, set[int]] = {}
-    for index, (_, block) in enumerate(blocks, start=1):
-        for module in block.modules():
+    for index, (name, block) in enumerate(blocks, start=1):
+        inner = {id(module) for at, module in blocks if at.startswith(f"{name}.")}
+        pending = [block]
+        while pending:
+            module = pending.pop()
             units_of_module.setdefault(id(module), set()).add(index)
+            pending += [child for child in module.children() if id(child) not in inner]
     owners: dict[int, set[int]] = {}
     for module in model.modules():
         units = units_of_module.get(id(module), {0})

@@ -14,7 +14,7 @@ DEVICES = ("none", "cpu", "nvme")
 
 _SLOTS = "slots are sized and counted from tiers.host_memory and the largest sub-group"
 _RESIDENCY = "what stays resident is decided from the recorded order and tiers.host_memory"
-_EXPERTS = "units are repeated blocks; on several ranks experts are part of the block around them"
+_EXPERTS = "units are repeated blocks and routed experts; ranks may route as they like"
 _UNITS = "in stages 0 to 2 new values are gathered once a unit, after the step"
 _QUANTISED = "communication is never quantised: every rank gets the exact bits"
 
