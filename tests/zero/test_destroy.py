@@ -195,8 +195,11 @@ def grown_on_ranks(path: Path) -> dict[str, int]:
 
 @pytest.mark.nvme
 @pytest.mark.full
-def test_destroy_gives_everything_back_on_two_ranks(scratch: Path) -> None:
-    """The threads of gloo keep some 50 KB an engine, by and by less; a shard is 288 KB."""
+def test_destroy_gives_everything_back_on_two_ranks(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch keeps a record of the last 2000 collectives, which takes megabytes to fill.
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     for grown in on_ranks(lambda _: grown_on_ranks(scratch), 2, scratch):
-        assert grown.pop("KB") < 3 * len(ENDINGS) * LAYER_KB / 4
+        assert grown.pop("KB") < 4 * LAYER_KB  # a shard is half a layer, and kept 21 times
         assert grown == {"descriptors": 0, "threads": 0}
