@@ -54,7 +54,9 @@ if TYPE_CHECKING:
 STALL_S = 600.0
 """How long a rank waits for the others while none of their files changes."""
 _POLL_S = 0.02
-_MOST_HELPERS = 8
+_MOST_HELPERS = 3
+"""Each takes the interpreter lock some thousand times a gigabyte: more would wait for it instead of
+working."""
 
 _BEST_ENGINES: dict[int, str] = {}
 """What trying all engines on a file system has found; it takes longer than a small save."""

@@ -43,7 +43,7 @@ def model() -> nn.Module:
 def config(tier: str, folder: Path, *, as_stored: bool = False, **more: Any) -> dict[str, Any]:
     options = {"parameters": tier, "optimizer": tier, "accumulation": 2, **more}
     if tier == "nvme":
-        options |= {"nvme_path": str(folder), "sub_group_size": 512, "host_memory": "200KB"}
+        options |= {"nvme_path": str(folder), "sub_group_size": 512, "host_memory": "60KB"}
     found = make_config(clip=1.0, **options)
     found["tiers"]["checkpoints_as_stored"] = as_stored
     return found
@@ -64,6 +64,7 @@ def save_at(tier: str, folder: Path, source: Path | None, steps: tuple[int, int]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 engine.load_checkpoint(source)
+        assert (engine._runtime.store.pager is not None) == (tier == "nvme")
         train(engine, *steps, rank)
         engine.save_checkpoint(folder / f"{tier}{engine.world_size}", client_state={"rank": rank})
         found = state_digest(engine)

@@ -266,10 +266,11 @@ def test_moments_are_saved_as_they_are_stored(
 
     def make(wanted: str, *frozen: int) -> zero.ZeroEngine:
         return start(
-            scratch, frozen_model(*frozen), tiers={"host_memory": "200KB", "state_format": wanted}
+            scratch, frozen_model(*frozen), tiers={"host_memory": "24KB", "state_format": wanted}
         )
 
     engine = make(state_format)
+    assert engine._runtime.store.pager is not None
     train(engine, 0, 3)
     saved = state_digest(engine)
     moment = zero.safe_get_full_optimizer_state(engine.module.blocks[0].up.weight, "exp_avg_sq")
