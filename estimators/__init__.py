@@ -34,7 +34,7 @@ from estimators.persistence import NOTHING_STAYS, Persistence
 from estimators.placement import Budget, PlanError, minimum_host_bytes, plan_placement
 from estimators.rates import ASSUMED_RATES, DriveRates
 from estimators.records import Extent, ResidentCopy, Section, SubGroup
-from estimators.segments import PlacementRequest, SegmentSpec, Tier
+from estimators.segments import PlacementRequest, SegmentSpec, Tier, WholeTensors
 from estimators.summary import MemoryPlan, PlanRow, SlotPlan, StepTraffic, step_traffic
 
 __all__ = [
@@ -66,6 +66,7 @@ __all__ = [
     "SubGroup",
     "Tier",
     "UpdateRule",
+    "WholeTensors",
     "align_up",
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",

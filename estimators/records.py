@@ -216,7 +216,9 @@ def sub_group_cap(request: PlacementRequest, segment: SegmentSpec) -> int:
 
 def host_fixed_bytes(request: PlacementRequest) -> int:
     """Return the host memory that nothing which is placed may take."""
-    return host_staging_bytes(request) + request.whole_bytes
+    whole = request.whole
+    resting = 0 if request.pages_whole_tensors else whole.state_bytes
+    return host_staging_bytes(request) + whole.working_bytes + resting
 
 
 def host_staging_bytes(request: PlacementRequest) -> int:

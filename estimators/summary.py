@@ -78,6 +78,17 @@ class StepTraffic:
         return sum(self.written_bytes.values())
 
 
+@dataclass(frozen=True, slots=True)
+class WholePlacement:
+    """Where the records of an optimizer of whole tensors rest."""
+
+    resident_bytes: int = 0
+    """Most bytes of them in host memory."""
+    area_offset: int = 0
+    area_bytes: int = 0
+    """The part of the swap file that has the others; in a durable run each has two places."""
+
+
 class DurableBytes:
     """What a durable run takes beside what others take."""
 
@@ -106,6 +117,8 @@ class MemoryPlan(DurableBytes):
     host_budget_bytes: int
     resident_copies: tuple[ResidentCopy, ...] = ()
     """What a commit of a durable run writes beside what rests on NVMe."""
+    whole: WholePlacement = WholePlacement()
+    """Where an optimizer of whole tensors keeps its records."""
 
     @cached_property
     def by_segment(self) -> tuple[tuple[SubGroup, ...], ...]:
@@ -270,8 +283,13 @@ class MemoryPlan(DurableBytes):
     def host_bytes(self) -> int:
         """Bytes that the host takes: slots, staging, everything resident, whole tensors."""
         resident = sum(self.resident_section_bytes(Tier.HOST, section) for section in Section)
-        fixed = self.staging_bytes + self.request.whole_bytes
+        fixed = self.staging_bytes + self.whole_host_bytes
         return self.slots.total_bytes + fixed + resident
+
+    @property
+    def whole_host_bytes(self) -> int:
+        """Bytes of host memory for whole tensors: what is gathered, staged and resident."""
+        return self.request.whole.working_bytes + self.whole.resident_bytes
 
     @property
     def staging_bytes(self) -> int:
@@ -301,11 +319,12 @@ class MemoryPlan(DurableBytes):
         rows.append(PlanRow(Tier.DEVICE, START_EXCESS, self.start_excess_bytes))
         rows.append(PlanRow(Tier.HOST, f"slots ({self.slots.count})", self.slots.total_bytes))
         rows.append(PlanRow(Tier.HOST, STAGING, self.staging_bytes))
-        rows.append(PlanRow(Tier.HOST, WHOLE, self.request.whole_bytes))
+        rows.append(PlanRow(Tier.HOST, WHOLE, self.whole_host_bytes))
         rows.extend(
             PlanRow(Tier.NVME, f"{section.name.lower()}s", self.nvme_section_bytes(section))
             for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)
         )
+        rows.append(PlanRow(Tier.NVME, WHOLE, self.whole.area_bytes))
         rows.append(PlanRow(Tier.NVME, "second copies (durable)", self.twin_bytes))
         rows.append(PlanRow(Tier.NVME, "resident state, twice (durable)", 2 * self.commit_bytes))
         order = list(Tier)

@@ -20,6 +20,7 @@ from zero.runtime import Runtime
 from zero.schedule import PrefetchLimits, UnitScheduler
 from zero.unit import Segment, Unit
 from zero.update_rules import MOMENTS
+from zero.whole import WholeOptimizer
 
 
 def build_runtime(
@@ -43,6 +44,10 @@ def build_runtime(
     try:
         units, segments = _make_units(blueprint, communicator)
         let_come(units, store, communicator)
+        update = blueprint.optimizer.fused if blueprint.optimizer is not None else None
+        if isinstance(update, WholeOptimizer):
+            members = [member for segment in segments for member in segment.members]
+            update.attach(store.whole_records, members, communicator.rank)
         reducer = (
             GradientReducer(segments, store, kernels, communicator)
             if blueprint.optimizer is not None

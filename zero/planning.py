@@ -22,6 +22,7 @@ from estimators import (
     SegmentSpec,
     Tier,
     UpdateRule,
+    WholeTensors,
     plan_placement,
 )
 from offload import Device, HostDevice, SwapDirectory, load_kernels, process_bytes
@@ -273,17 +274,17 @@ def _placement_request(
         update_on_device=not device.is_host and updates_on_device(settings, rule),
         replicates=settings.stage < 3,
         rule=rule,
-        whole_bytes=_whole_bytes(optimizer, units, world_size),
+        whole=_whole_tensors(optimizer, units, world_size),
     )
 
 
-def _whole_bytes(
+def _whole_tensors(
     optimizer: ZeroOptimizer | None, units: Sequence[UnitBlueprint], world_size: int
-) -> int:
+) -> WholeTensors:
     if optimizer is None or not isinstance(optimizer.fused, WholeOptimizer):
-        return 0
+        return WholeTensors()
     members = [each for unit in units for _, members in unit.segments for each in members]
-    return optimizer.fused.assign(members, optimizer.param_groups, world_size)
+    return optimizer.fused.assign(members, optimizer.param_groups, world_size, NVME_ALIGNMENT_BYTES)
 
 
 def updates_on_device(settings: Settings, rule: UpdateRule | GenericRule) -> bool:

@@ -100,7 +100,7 @@ class Save:
             self._client = to_plain(request.client_state, "client_state", client)
             self._plan = plan_file(
                 engine._runtime,
-                {STATE: self._state.tensors, CLIENT: client},
+                {STATE: {**self._state.tensors, **self._state.late}, CLIENT: client},
                 _waiting(engine),
                 exclude_frozen=request.exclude_frozen,
                 as_stored=request.as_stored,
