@@ -54,7 +54,7 @@ from offload.rules import (
 from offload.slots import Slot, SlotState, carve_slots
 from offload.spool import Spool, SpooledArray
 from offload.state import state_tensors, update_sub_group
-from offload.step import update
+from offload.step import read_ahead_states, update
 from offload.store import KeptFile, Store, StoreParts, SwapDirectory, pages_parameters
 from offload.transfers import CorruptionError, PageError, SlotTransfers
 from offload.update_pass import NamedPiece, Rounding
@@ -128,6 +128,7 @@ __all__ = [
     "open_cuda_device",
     "pages_parameters",
     "process_bytes",
+    "read_ahead_states",
     "read_range",
     "resident_set_bytes",
     "round_like_store",
