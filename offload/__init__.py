@@ -31,6 +31,7 @@ from offload.kernels_device import (
 from offload.ledger import Activity, Ledger, LedgerSnapshot, Link
 from offload.manifests import Commit, CommitName, ManifestError, Manifests
 from offload.measure import measure_rates
+from offload.measure_update import measure_update
 from offload.operands import StateArrays
 from offload.pager import Pager, PagerFailedError, PagerState
 from offload.ranges import (
@@ -123,6 +124,7 @@ __all__ = [
     "load_device_kernels",
     "load_kernels",
     "measure_rates",
+    "measure_update",
     "native_available",
     "native_unavailable_reason",
     "open_cuda_device",
