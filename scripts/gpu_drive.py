@@ -1,7 +1,8 @@
 """What a drive can do at most for what a step must move, measured in the same run.
 
-The limit is the faster of two schedules: reads and writes mixed, or one after the other in bursts,
-which takes `read / read rate + written / write rate`. Rates are the best of several transfer sizes.
+The limit is the faster of two schedules, as they were measured: reads and writes mixed, or in
+bursts by turns. Beside it stands what bursts without any cost of turning would take, `read / read
+rate + written / write rate`. Rates are the best of several transfer sizes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from step_bench_limit import IN_FLIGHT_BYTES, run
+from step_bench_limit import BURST_BYTES, IN_FLIGHT_BYTES, run
 
 from aio_ops import Engine, HostArena, Span, TransferFile, open_engine
 
@@ -26,12 +27,15 @@ class DriveRates:
     write: float
     mixed: float
     """Read and written together, as much of each."""
+    bursts: float
+    """The same in bursts by turns."""
 
     def seconds(self, read_bytes: int, written_bytes: int) -> dict[str, float]:
-        """Return the least time of both schedules for what must move."""
+        """Return the time of each schedule for what must move."""
         return {
             "mixed": (read_bytes + written_bytes) / self.mixed,
-            "bursts": read_bytes / self.read + written_bytes / self.write,
+            "bursts": (read_bytes + written_bytes) / self.bursts,
+            "free bursts": read_bytes / self.read + written_bytes / self.write,
         }
 
 
@@ -48,6 +52,11 @@ def measure(directory: Path, mebibytes: int) -> DriveRates:
             max(one_way(engine, file, each, writes=False) for each in spans),
             max(one_way(engine, file, each, writes=True) for each in spans),
             max(run(engine, file, each, 1, drains=False) for each in spans),
+            max(
+                run(engine, file, each, burst // each[0].size_bytes, drains=True)
+                for each in spans
+                for burst in BURST_BYTES
+            ),
         )
         file.close()
         arena.close()
@@ -81,11 +90,12 @@ def compare(
     """Return the limit for a step, from rates taken before and after it, and its share."""
     both = [each.seconds(read_bytes, written_bytes) for each in rates]
     mean = {name: sum(each[name] for each in both) / len(both) for name in both[0]}
-    schedule = min(mean, key=mean.__getitem__)
+    schedule = min(("mixed", "bursts"), key=mean.__getitem__)
     return {
         "schedule": schedule,
         "least_seconds": mean[schedule],
         "share": mean[schedule] / seconds,
+        "share_of_free_bursts": mean["free bursts"] / seconds,
         "read_bytes": read_bytes,
         "written_bytes": written_bytes,
         "rates": [vars(each) for each in rates],

@@ -12,8 +12,6 @@ from gpu_rows import Sizes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zero import ZeroEngine
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -124,7 +122,8 @@ class Built:
     """A model on its device, and what computes its loss of a fixed batch."""
 
     model: nn.Module
-    loss: Callable[[ZeroEngine], torch.Tensor]
+    loss: Callable[[nn.Module], torch.Tensor]
+    """Of the model, or of what wraps it."""
 
 
 def build_llama(sizes: Sizes, device: torch.device, *, checkpoints: bool) -> Built:
@@ -138,7 +137,7 @@ def build_llama(sizes: Sizes, device: torch.device, *, checkpoints: bool) -> Bui
     generator = torch.Generator().manual_seed(1)
     batch = (sizes.batch, sizes.length)
     tokens = torch.randint(0, sizes.vocabulary, batch, generator=generator).to(device)
-    return Built(model, lambda engine: engine(tokens))
+    return Built(model, lambda module: module(tokens))
 
 
 def build_transformers(
@@ -176,4 +175,4 @@ def build_transformers(
     generator = torch.Generator(device).manual_seed(1)
     batch = (sizes.batch, sizes.length)
     tokens = torch.randint(0, sizes.vocabulary, batch, device=device, generator=generator)
-    return Built(model, lambda engine: engine(input_ids=tokens, labels=tokens).loss)
+    return Built(model, lambda module: module(input_ids=tokens, labels=tokens).loss)

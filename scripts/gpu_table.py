@@ -63,7 +63,9 @@ def line(found: dict[str, Any]) -> list[str]:
         beside(sum(ours["startup_seconds"].values()), peer.get("init_s")),
         f"{copied.get('in', 0) / GB:.1f} / {copied.get('out', 0) / GB:.1f}",
         f"{moved[0]:.2f} / {moved[1]:.2f}",
-        f"{drive['share']:.2f} ({drive['schedule']})" if drive else "-",
+        f"{drive['share']:.2f} ({drive['schedule']}), {drive['share_of_free_bursts']:.2f} of free"
+        if drive
+        else "-",
         losses(ours["rows"], peer.get("rows", [])),
     ]
 

@@ -18,6 +18,7 @@ from zero.materialize import InitFunction, seal_units
 from zero.planning import Blueprint
 from zero.runtime import Runtime
 from zero.schedule import PrefetchLimits, UnitScheduler
+from zero.starting import StartProgress
 from zero.unit import Segment, Unit
 from zero.update_rules import MOMENTS
 from zero.whole import WholeOptimizer
@@ -38,7 +39,11 @@ def build_runtime(
     kernels = load_kernels(thread_count=machine.thread_count(communicator.local_world_size))
     kept = durable.open_file(io, blueprint.plan) if durable is not None else None
     parts = _store_parts(blueprint, io, kernels, communicator, ledger, kept)
-    store = _make_store(blueprint.plan.memory, parts, communicator)
+    memory = blueprint.plan.memory
+    numels = [sum(each.numels) for each in memory.request.segments]
+    progress = StartProgress(len(blueprint.units), sum(numels))
+    store = _make_store(memory, parts, communicator)
+    progress.tiers_made(memory.host_bytes + memory.swap_file_bytes)
     settings = blueprint.settings
     limits = PrefetchLimits(settings.prefetch_numel, settings.live_numel)
     try:
@@ -71,7 +76,7 @@ def build_runtime(
         )
         if durable is not None:
             store.is_restored = durable.resume(store)
-        seal_units(runtime, init_fn)
+        seal_units(runtime, init_fn, progress)
         move_buffers(blueprint.units[0].module, blueprint.device.torch_device)
     except BaseException:
         store.close()

@@ -17,6 +17,7 @@ from zero.nursery import NurserySource
 from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference, reference_of
 from zero.runtime import Runtime
 from zero.source import StoreSource
+from zero.starting import StartProgress
 from zero.unit import Segment, Unit
 
 InitFunction = Callable[[nn.Module], object]
@@ -95,7 +96,7 @@ def refer(runtime: Runtime, unit: Unit, segment: Segment) -> None:
         setattr(member.parameter, REFERENCE_ATTRIBUTE, ParameterReference(source))
 
 
-def seal_units(runtime: Runtime, init_fn: InitFunction | None) -> None:
+def seal_units(runtime: Runtime, init_fn: InitFunction | None, progress: StartProgress) -> None:
     """Materialise every module and seal every unit once its module is done, the root unit last.
 
     Children come before their parents, in the order in which a constructor builds them and
@@ -115,6 +116,7 @@ def seal_units(runtime: Runtime, init_fn: InitFunction | None) -> None:
         initialise_module(name, module, on_meta, init_fn)
         if id(module) in units:
             _seal_unit(runtime, units[id(module)])
+            progress.placed(units[id(module)].numel)
 
     walk(model, "")
     with torch.no_grad():

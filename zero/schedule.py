@@ -84,6 +84,8 @@ class UnitScheduler:
         self._is_retired = False
         self.on_resize: Callable[[Any], None] | None = None
         """Gives a parameter of this runtime another shape."""
+        self.on_backward_begin: Callable[[], None] | None = None
+        """Called once a backward, where no parameters rest on NVMe: slots are spare then."""
         self.on_backward_end: Callable[[], None] | None = None
         """Called when a backward that delivered gradients has ended."""
         self.on_backward_failure: Callable[[], None] | None = None
@@ -302,9 +304,12 @@ class UnitScheduler:
             return
         if self._tasks_with_callback and _is_outermost_backward():
             self.recover()  # no backward is around this one, so the earlier one failed
+        is_first = not self._tasks_with_callback
         self._tasks_with_callback.add(task)
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(ModuleHook(self._end_of_task, task))
+        if is_first and not self._pages and self.on_backward_begin is not None:
+            self.on_backward_begin()
 
     def _end_of_task(self, task: int) -> None:
         self._tasks_with_callback.discard(task)

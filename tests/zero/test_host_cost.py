@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import logging
 import pstats
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import zero
 import zero.planning
+import zero.starting
 from tests.support.configs import make_config
 from tests.support.simulated_device import SimulatedDevice
 
@@ -59,3 +61,18 @@ def test_host_work_is_linear_in_depth(
     shallow, deep, deeper = (calls_of_a_step(depth, tiers) for depth in (4, 12, 36))
     first, second = (deep - shallow) / 8, (deeper - deep) / 24
     assert 0 < second < 1.1 * first
+
+
+def test_a_start_says_how_far_it_is(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zero.starting, "INTERVAL_S", 0.0)
+    caplog.set_level(logging.INFO, "zero.starting")
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    numel = sum(each.numel() for each in model.parameters())
+    engine, _, _, _ = zero.initialize(model=model, config=make_config())
+    engine.destroy()
+    first, *rest = [record.getMessage() for record in caplog.records]
+    assert first.startswith("tiers of 0.00 GB made in")
+    assert len(rest) == len(engine._runtime.units) == 4
+    assert rest[-1].startswith(f"placed 4 of 4 units, {numel / 1e6:.1f} of {numel / 1e6:.1f} M")

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 import zero.planning
-from estimators import Section, Tier
+from estimators import Section, StateFormat, Tier, UpdateRates
 from estimators.summary import LIVE_PARAMETERS
-from offload import DeviceMemory
+from offload import DeviceMemory, measure_update
+from offload.measure_update import host_rate
 from tests.support.configs import make_config
 from tests.support.fork_ranks import on_ranks
 from tests.support.grid import CLIP, cells, run_cell
@@ -418,3 +419,29 @@ def test_the_next_unit_is_copied_while_one_computes(
 
 def _segments(engine: zero.ZeroEngine) -> Any:
     return engine._runtime.segments
+
+
+@pytest.mark.parametrize("link", [1e12, 1e6])
+@pytest.mark.parametrize("wanted", ["auto", "device"])
+def test_auto_updates_where_it_was_measured_to_be_sooner_over(
+    wanted: str, link: float, made: list[SimulatedDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = UpdateRates(host_numel_per_s=1e9, in_bytes_per_s=link, out_bytes_per_s=link)
+    monkeypatch.setattr(zero.planning, "measure_update", lambda *_: rates)
+    config = make_config(optimizer="cpu", host_memory="64MB", dtype="bf16")
+    config["tiers"]["update_device"] = wanted
+    engine, _, _, _ = zero.initialize(model=make_model(dtype=torch.bfloat16), config=config)
+    is_on_device = wanted == "device" or link == 1e12
+    assert engine.plan.memory.request.update_on_device is is_on_device
+    engine.backward(engine(*make_batch(0)))
+    engine.step()
+    copied = made[-1].copied_bytes["in"]
+    state = sum(group.numel for group in engine.plan.memory.sub_groups) * 10
+    assert (copied > state) is is_on_device  # else only parameters come back
+    engine.destroy()
+
+
+def test_rates_of_the_host_are_measured() -> None:
+    for state_format in StateFormat:
+        assert 1e6 < host_rate(state_format, 1, 1 << 20) < 1e12
+    assert measure_update(SimulatedDevice(), StateFormat.EXACT, 1) is None
