@@ -17,7 +17,7 @@ from estimators.records import (
     section_bytes,
     staged_offsets,
 )
-from estimators.segments import PlacementRequest, Tier
+from estimators.segments import PlacementRequest, SegmentSpec, Tier
 
 LIVE_PARAMETERS = "parameters unsharded (peak)"
 GRADIENT_SCRATCH = "gradients unsharded (peak)"
@@ -95,6 +95,14 @@ class DurableBytes:
         return sum(copy.size_bytes for copy in self.resident_copies)
 
 
+def _by_unit(segments: Sequence[SegmentSpec], sizes: Sequence[int]) -> tuple[int, dict[int, int]]:
+    """Return the sum of the root unit and of each other one."""
+    units: dict[int, int] = {}
+    for segment, size in zip(segments, sizes, strict=True):
+        units[segment.unit_index] = units.get(segment.unit_index, 0) + size
+    return units.pop(0, 0), units
+
+
 @dataclass(frozen=True)
 class MemoryPlan(DurableBytes):
     """What rests where for one rank; the runtime allocates exactly this."""
@@ -159,48 +167,60 @@ class MemoryPlan(DurableBytes):
             group.tier(Section.PARAMETER) in usable for group in self.by_segment[segment]
         )
 
-    def _window_bytes(self, sizes: Sequence[int], others: int = 2) -> int:
-        """Return the bytes of what is live at once: the root unit and some others."""
-        root = sum(
-            size
-            for size, segment in zip(sizes, self.request.segments, strict=True)
-            if segment.unit_index == 0
-        )
-        units: dict[int, int] = {}
-        for size, segment in zip(sizes, self.request.segments, strict=True):
-            if segment.unit_index:
-                units[segment.unit_index] = units.get(segment.unit_index, 0) + size
-        return root + sum(sorted(units.values())[-others:])
+    def live_bytes(self, others: int, *, with_ahead: bool) -> int:
+        """Return the bytes of unsharded parameters: the root unit, some others, and one ahead.
 
-    @property
+        Args:
+            others: units beside the root unit, the largest ones.
+            with_ahead: whether one more may be on its way to a device that is not the host.
+        """
+        request = self.request
+        sizes = [
+            0
+            if self.is_in_place(index)
+            else segment.layout(request.world_size).padded_numel * segment.element.size_bytes
+            for index, segment in enumerate(request.segments)
+        ]
+        root, units = _by_unit(request.segments, sizes)
+        moving = [
+            sum(each.numels) if size else 0
+            for each, size in zip(request.segments, sizes, strict=True)
+        ]
+        numels = _by_unit(request.segments, moving)
+        limit = float("inf") if request.prefetch_numel is None else request.prefetch_numel
+        if request.live_numel is not None:
+            limit = min(limit, request.live_numel - numels[0])
+        order = sorted(units, key=lambda unit: units[unit], reverse=True)
+        held = order[:others]
+        ahead = 0
+        if with_ahead and not request.device_is_host:
+            coming = [unit for unit in order[others:] if numels[1][unit] <= limit]
+            ahead = max((units[unit] for unit in coming), default=0)
+        return root + sum(units[unit] for unit in held) + ahead
+
+    def gradient_bytes(self, others: int) -> int:
+        """Return the bytes of unsharded gradients of the root unit and the largest others."""
+        sizes = [
+            segment.layout(self.request.world_size).padded_numel * segment.gradient.size_bytes
+            if segment.trainable and self.request.trains
+            else 0
+            for segment in self.request.segments
+        ]
+        root, units = _by_unit(self.request.segments, sizes)
+        return root + sum(sorted(units.values())[max(len(units) - others, 0) :])
+
+    @cached_property
     def live_parameter_bytes(self) -> int:
         """Peak bytes of unsharded parameters (a backward holds the root and two units).
 
         A device that is not the host gets those of the next unit meanwhile.
         """
-        world_size = self.request.world_size
-        return self._window_bytes(
-            [
-                0
-                if self.is_in_place(index)
-                else segment.layout(world_size).padded_numel * segment.element.size_bytes
-                for index, segment in enumerate(self.request.segments)
-            ],
-            others=2 if self.request.device_is_host else 3,
-        )
+        return self.live_bytes(2, with_ahead=True)
 
-    @property
+    @cached_property
     def gradient_scratch_bytes(self) -> int:
         """Peak bytes of unsharded gradients on their way to their shards."""
-        world_size = self.request.world_size
-        return self._window_bytes(
-            [
-                segment.layout(world_size).padded_numel * segment.gradient.size_bytes
-                if segment.trainable and self.request.trains
-                else 0
-                for segment in self.request.segments
-            ]
-        )
+        return self.gradient_bytes(2)
 
     @property
     def collective_scratch_bytes(self) -> int:
