@@ -89,6 +89,10 @@ class PlanInputs:
     rule: UpdateRule | GenericRule = UpdateRule.ADAMW
     format_overrides: tuple[tuple[str, StateFormat], ...] = ()
     """Patterns of names, and how the state of parameters is stored that match; the first counts."""
+    prefetch_numel: int = 50_000_000
+    """`stage3_prefetch_bucket_size`: what may be copied to a device ahead."""
+    live_numel: int = 1_000_000_000
+    """`stage3_max_live_parameters`."""
     is_durable: bool = False
     commit_steps: int = 1
     """Steps between two commits of a durable run."""
@@ -227,6 +231,8 @@ def placement_request(inputs: PlanInputs) -> PlacementRequest:
         slot_count=inputs.slot_count,
         micro_batches=inputs.accumulation_steps,
         rates=inputs.placement_rates,
+        prefetch_numel=inputs.prefetch_numel,
+        live_numel=inputs.live_numel,
         durable=inputs.is_durable,
         device_is_host=is_host,
         update_on_device=(

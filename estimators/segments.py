@@ -109,6 +109,10 @@ class PlacementRequest:
     """Whether the device is the processor: then what rests on the host is used where it rests."""
     update_on_device: bool = False
     """Whether state passes through a device that is not the host, to be updated there."""
+    prefetch_numel: int | None = None
+    """Most elements of a unit that is copied to a device ahead of its use; None: of any."""
+    live_numel: int | None = None
+    """Most elements of unsharded parameters at which that is still done; None: any."""
     durable: bool = False
     """Whether the swap file has two copies of parameters and state, resident ones too."""
     replicates: bool = False

@@ -17,7 +17,7 @@ from estimators.records import (
     section_bytes,
     staged_offsets,
 )
-from estimators.segments import PlacementRequest, Tier
+from estimators.segments import PlacementRequest, SegmentSpec, Tier
 
 LIVE_PARAMETERS = "parameters unsharded (peak)"
 GRADIENT_SCRATCH = "gradients unsharded (peak)"
@@ -106,6 +106,22 @@ class DurableBytes:
         return sum(copy.size_bytes for copy in self.resident_copies)
 
 
+def _by_unit(
+    segments: Sequence[SegmentSpec], sizes: Sequence[int]
+) -> tuple[int, tuple[dict[int, int], dict[int, int]]]:
+    """Return the sum of the root unit, that of each block and that of each unit within a block."""
+    names = {segment.unit for segment in segments}
+    root = 0
+    kinds: tuple[dict[int, int], dict[int, int]] = ({}, {})
+    for segment, size in zip(segments, sizes, strict=True):
+        if not segment.unit_index:
+            root += size
+            continue
+        units = kinds[_is_within(segment.unit, names)]
+        units[segment.unit_index] = units.get(segment.unit_index, 0) + size
+    return root, kinds
+
+
 @dataclass(frozen=True)
 class MemoryPlan(DurableBytes):
     """What rests where for one rank; the runtime allocates exactly this."""
@@ -181,23 +197,49 @@ class MemoryPlan(DurableBytes):
             if segment.persistent
         )
 
-    def _window_bytes(self, sizes: Sequence[int], others: int = 2) -> int:
-        """Return the bytes of what is live at once: the root unit and some others.
+    def live_bytes(self, others: int, *, with_ahead: bool) -> int:
+        """Return the bytes of unsharded parameters: the root unit, some others, and one ahead.
 
-        Beside blocks these are as many of the units within blocks, which are experts.
+        Args:
+            others: units beside the root unit, the largest ones: blocks, and as many of the units
+                within blocks, which are experts.
+            with_ahead: whether one more may be on its way to a device that is not the host.
         """
-        names = {segment.unit for segment in self.request.segments}
-        root = sum(
-            size
-            for size, segment in zip(sizes, self.request.segments, strict=True)
-            if segment.unit_index == 0
-        )
-        units: tuple[dict[int, int], ...] = ({}, {})
-        for size, segment in zip(sizes, self.request.segments, strict=True):
-            if segment.unit_index:
-                kind = units[_is_within(segment.unit, names)]
-                kind[segment.unit_index] = kind.get(segment.unit_index, 0) + size
-        return root + sum(sum(sorted(kind.values())[-others:]) for kind in units)
+        request = self.request
+        sizes = [
+            0
+            if self.is_in_place(index)
+            else segment.layout(request.world_size).padded_numel * segment.element.size_bytes
+            for index, segment in enumerate(request.segments)
+        ]
+        root, kinds = _by_unit(request.segments, sizes)
+        moving = [
+            sum(each.numels) if size else 0
+            for each, size in zip(request.segments, sizes, strict=True)
+        ]
+        root_numel, numels = _by_unit(request.segments, moving)
+        limit = float("inf") if request.prefetch_numel is None else request.prefetch_numel
+        if request.live_numel is not None:
+            limit = min(limit, request.live_numel - root_numel)
+        held = ahead = 0
+        for units, unit_numels in zip(kinds, numels, strict=True):
+            order = sorted(units, key=units.__getitem__, reverse=True)
+            held += sum(units[unit] for unit in order[:others])
+            if with_ahead and not request.device_is_host:
+                coming = [units[unit] for unit in order[others:] if unit_numels[unit] <= limit]
+                ahead = max(ahead, *coming, 0)
+        return root + held + ahead
+
+    def gradient_bytes(self, others: int) -> int:
+        """Return the bytes of unsharded gradients of the root unit and the largest others."""
+        sizes = [
+            segment.layout(self.request.world_size).padded_numel * segment.gradient.size_bytes
+            if segment.trainable and self.request.trains
+            else 0
+            for segment in self.request.segments
+        ]
+        root, kinds = _by_unit(self.request.segments, sizes)
+        return root + sum(sum(sorted(units.values(), reverse=True)[:others]) for units in kinds)
 
     @cached_property
     def live_parameter_bytes(self) -> int:
@@ -205,29 +247,12 @@ class MemoryPlan(DurableBytes):
 
         A device that is not the host gets those of the next unit meanwhile.
         """
-        world_size = self.request.world_size
-        return self._window_bytes(
-            [
-                0
-                if self.is_in_place(index)
-                else segment.layout(world_size).padded_numel * segment.element.size_bytes
-                for index, segment in enumerate(self.request.segments)
-            ],
-            others=2 if self.request.device_is_host else 3,
-        )
+        return self.live_bytes(2, with_ahead=True)
 
     @cached_property
     def gradient_scratch_bytes(self) -> int:
         """Peak bytes of unsharded gradients on their way to their shards."""
-        world_size = self.request.world_size
-        return self._window_bytes(
-            [
-                segment.layout(world_size).padded_numel * segment.gradient.size_bytes
-                if segment.trainable and self.request.trains
-                else 0
-                for segment in self.request.segments
-            ]
-        )
+        return self.gradient_bytes(2)
 
     @property
     def collective_scratch_bytes(self) -> int:

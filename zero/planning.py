@@ -279,6 +279,8 @@ def _placement_request(
         slot_count=settings.tiers.slot_count,
         micro_batches=settings.batch.accumulation_steps,
         rates=rates,
+        prefetch_numel=settings.prefetch_numel,
+        live_numel=settings.live_numel,
         durable=settings.tiers.durable is not None,
         device_is_host=device.is_host,
         update_on_device=not device.is_host and updates_on_device(settings, rule),
