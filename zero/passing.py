@@ -77,7 +77,8 @@ class PassingGradients:
     def abandon(self) -> None:
         """Drop what the ranks have exchanged: its backward failed."""
         while self._exchanged:
-            self._store.device.join(self._exchanged.popleft().fence)
+            self._store.device.join(self._exchanged[0].fence)
+            self._exchanged.popleft()
         self.let_leave(0)
 
     def make_room(self) -> None:
@@ -87,7 +88,9 @@ class PassingGradients:
     def let_leave(self, count: int) -> None:
         """Free unsharded gradients that were copied to host memory, all but the last `count`."""
         while len(self._leaving) > count:
-            self._store.device.join(self._leaving.popleft()[1])
+            _, fence = self._leaving[0]  # it keeps its memory until the device has joined
+            self._store.device.join(fence)
+            self._leaving.popleft()
 
     def _let_be_kept(self, scratch: torch.Tensor, fence: Fence) -> None:
         if fence is not PASSED:
