@@ -81,6 +81,18 @@ def test_bits_equal_the_reference_and_every_other_tier(
     assert ranks[0]["outcomes"][index]["losses"] != ranks[1]["outcomes"][index]["losses"]
 
 
+def test_parameters_are_read_changed_and_loaded_outside_their_windows(
+    ranks: list[dict[str, Any]],
+) -> None:
+    first, second = (rank["cases"] for rank in ranks)
+    assert first == second
+    assert first["touches"].startswith("read 1 write 1 init 1 gradient 1 local 1")
+    assert first["changes"].startswith("grown 1 kept 1 thawed 1 average 1")
+    assert first["loading"] == "loaded 1 half 1"
+    assert first["set_gradients"].startswith("[1, 1, 1, 1, 1, 1]")
+    assert first["different_seeds"].endswith("[0.0, 0.0, 0.0]")
+
+
 def test_memory_does_not_grow(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         before, after, copied = rank["growth"]

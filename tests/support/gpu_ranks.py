@@ -21,8 +21,17 @@ import zero
 from tests.support.configs import make_config
 from tests.support.grid import CLIP, run_cell
 from tests.support.observe import state_digest
+from tests.support.ranks import (
+    changes,
+    different_seeds,
+    loading,
+    set_gradients,
+    touches,
+    unused_everywhere,
+)
 from tests.support.tiny import make_batch, make_model
 
+CASES = (touches, changes, loading, set_gradients, unused_everywhere, different_seeds)
 STEPS = 40
 LIMIT_S = 150
 """After so long a rank says where it hangs, and ends."""
@@ -128,6 +137,8 @@ def main() -> None:
     for cell in rank_cells():
         found["outcomes"].append(run_cell(cell, str(folder)))
         note(f"cell {cell['dtype']} {cell['device']} stage {cell['stage']}")
+    found["cases"] = {case.__name__: case(str(folder), rank) for case in CASES}
+    note("cases")
     found["growth"] = growth(folder)
     note("growth")
     found["elastic"] = elastic(folder)
