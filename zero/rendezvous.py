@@ -2,17 +2,20 @@
 
 [Note: rendezvous] Each meeting has a number, the same on all ranks, and a text that says what a
 rank is about to do. Ranks count themselves at a key of the process group's store that holds number
-and text: whoever completes the count lets all go on. Where texts differ, all ranks raise at once.
-A rank that waits for long is woken by a thread of its own, and asks the others again and again what
-they do; their threads answer, with the place where the program is. One that has ended will never
-come: whoever waits for it raises, and all ranks do. So will one that does not answer for long. One
-that waits in another collective will not come either if it stays there and nobody computes whom it
-may wait for. A rank that computes is waited for as long as it takes. Nothing is left pending in the
-backend, so a program that raised can end; threads of ranks that did not raise log why others did.
+and text: whoever completes the count lets all go on. Each rank has a thread besides. If its rank
+has waited for a moment, the thread counts it at a second key, without the text: if that count is
+completed, texts differ, and all ranks raise at once. A rank that waits for long asks the others
+again and again what they do; the threads answer, with the place where the program is. One that has
+ended will never come: whoever waits for it raises, and all ranks do. So will one that does not
+answer for long. One that waits in another collective will not come either if it stays there and
+nobody computes whom it may wait for. A rank that computes is waited for as long as it takes.
+Nothing is left pending in the backend, so a program that raised can end; threads of ranks that did
+not raise log why others did.
 """
 
 from __future__ import annotations
 
+import collections
 import datetime
 import enum
 import hashlib
@@ -24,6 +27,8 @@ import time
 import traceback
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, assert_never
@@ -39,18 +44,11 @@ _STAYS = 1.5
 _SILENT = 4.0
 """The same for one that does not answer: its thread may have to wait for the interpreter."""
 
-_BELIEVED = 20.0
-"""How many times as long the store may take to wake a rank whose thread cannot."""
-
 _ANSWER_S = 3.0
 _POLL_S = 0.25
 _NO_ANSWER = "does not answer: it has ended or hangs"
 _log = logging.getLogger(__name__)
 _WAITS_ELSEWHERE = ("/torch/distributed/", "/zero/rendezvous.py")
-
-
-_SLOW = "slow"
-"""What lets a rank that waits at a meeting look what the others do."""
 
 
 class RankError(RuntimeError):
@@ -62,15 +60,19 @@ class _Whereabouts:
     """What a rank says of itself; the thread that answers sees nothing else of it."""
 
     rank: int
+    world_size: int
     position: int = 0
     what: str = "nothing yet"
     inside: bool = False
-    waits_for: str | None = None
-    """The key that lets it go on, until its thread has woken it."""
-    begin: float = 0.0
-    """When it came to the meeting."""
-    patience_s: float = PATIENCE_S
+    mixing: bool = False
+    """Whether a collective of the engine itself waits, on whatever thread."""
     over: threading.Event = field(default_factory=threading.Event)
+    arrived: int = 0
+    """The meeting at which this rank waits for the others, or 0."""
+    counted: int = 0
+    """The last meeting at which the thread has counted this rank, without the text."""
+    spent: collections.deque[str] = field(default_factory=collections.deque)
+    """Keys of meetings that all ranks have left: the thread deletes them."""
 
     def answer(self) -> dict[str, Any]:
         """Return where this rank is."""
@@ -79,7 +81,7 @@ class _Whereabouts:
             "position": self.position,
             "what": self.what,
             "place": place,
-            "waits": waits and not self.inside,
+            "waits": (waits or self.mixing) and not self.inside,
             "inside": self.inside,
             "gone": self.over.is_set(),
             "collectives": _collectives_so_far(),
@@ -159,23 +161,15 @@ class Rendezvous:
     """The meetings of the ranks of one engine."""
 
     def __init__(self, rank: int, world_size: int) -> None:
+        self.patience_s = PATIENCE_S
         self._rank = rank
         self._world_size = world_size
         self._store: Any = None
         self._thread: threading.Thread | None = None
-        self._here = _Whereabouts(rank)
+        self._here = _Whereabouts(rank, world_size)
         self._last_keys: tuple[str, ...] = ()
         self._asked = 0
         self._failure: str | None = None
-
-    @property
-    def patience_s(self) -> float:
-        """How long a rank waits before it asks the others."""
-        return self._here.patience_s
-
-    @patience_s.setter
-    def patience_s(self, seconds: float) -> None:
-        self._here.patience_s = seconds
 
     def meet(self, what: str) -> None:
         """Wait until all ranks are about to do `what`.
@@ -191,15 +185,27 @@ class Rendezvous:
         here.position += 1
         here.what, here.inside = what, True
         try:
-            alike = self._meet(str(here.position), what)
+            alike = self._meet(here.position, what)
         except RuntimeError as error:
             self._failure = str(error)  # the ranks are no more at the same meeting
             self._tell(self._failure)
             raise
         finally:
-            here.inside, here.waits_for = False, None
+            here.inside = False
         if not alike:
             raise RankError(self._differences(str(here.position), what))
+
+    @contextmanager
+    def mixing(self) -> Iterator[None]:
+        """Tell whoever asks that this rank waits in a collective of the engine, not in a meeting.
+
+        The backward of a GPU runs on a thread of autograd, whose place nobody looks at.
+        """
+        self._here.mixing = True
+        try:
+            yield
+        finally:
+            self._here.mixing = False
 
     def close(self) -> None:
         """Come to no further meeting; the thread ends."""
@@ -226,20 +232,19 @@ class Rendezvous:
         self._thread.start()
         weakref.finalize(self, self._here.over.set)
 
-    def _meet(self, number: str, what: str) -> bool:
+    def _meet(self, number: int, what: str) -> bool:
         """Come to a meeting, and return whether all ranks came for the same."""
-        store = self._store
+        store, here = self._store, self._here
         digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
-        alike, everybody, go = f"{number}/{digest}", f"{number}/all", f"{number}/go"
+        alike, go = f"{number}/{digest}", f"{number}/go"
         try:
             if store.add(alike, 1) == self._world_size:
                 store.set(go, "alike")
-            elif store.add(everybody, 1) == self._world_size:
-                store.set(go, "not alike")
-            is_alike = self._wait(go, what) == b"alike"
-            if self._rank == 0:  # all ranks have left the meeting before
-                for key in self._last_keys:
-                    store.delete_key(key)
+                is_alike = True
+            else:
+                here.arrived = number
+                self._wait(go, what)
+                is_alike = here.counted != number or store.get(go) == b"alike"
         except RankError:
             raise
         except RuntimeError as error:
@@ -247,31 +252,28 @@ class Rendezvous:
                 f"rank {self._rank}: {what} needs all {self._world_size} ranks, and the store that"
                 f" rank 0 keeps cannot be reached: that rank has ended, or failed ({error})"
             ) from error
-        self._last_keys = (alike, everybody, go)
+        finally:
+            here.arrived = 0
+        if self._rank == 0:
+            here.spent.extend(self._last_keys)  # all ranks have left the meeting before
+            self._last_keys = (alike, go)
         return is_alike
 
-    def _wait(self, go: str, what: str) -> bytes:
-        here = self._here
-        here.begin, here.waits_for = time.monotonic(), go
-        found: _Sightings | None = None
-        while True:
-            try:
-                self._store.wait([go], datetime.timedelta(seconds=_BELIEVED * self.patience_s))
-            except RuntimeError:
-                if not self._store.check([go]):
-                    self._store.compare_set(go, "", _SLOW)
-                continue
-            value: bytes = self._store.get(go)
-            if value != _SLOW.encode():
-                return value
-            here.waits_for = None
-            found = found or _Sightings(self.patience_s)
+    def _wait(self, go: str, what: str) -> None:
+        begin = time.monotonic()
+        try:
+            self._store.wait([go], datetime.timedelta(seconds=self.patience_s))
+        except RuntimeError:  # it took longer; the backend has said so, once
+            found = _Sightings(self.patience_s)
+        else:
+            return
+        while not self._store.check([go]):
             found.add(self._ask())
             self._require_nobody_raised(what)
             lost = found.lost()
-            if lost and self._store.get(go) == _SLOW.encode():
+            if lost and not self._store.check([go]):
                 raise RankError(self._absences(what, lost))
-            if found.is_time_to_warn(here.begin):
+            if found.is_time_to_warn(begin):
                 self._warn(what, found.last)
             time.sleep(_POLL_S)
 
@@ -357,24 +359,44 @@ def _describe(answer: dict[str, Any]) -> _Sighting:
 
 
 def _listen(store: Any, here: _Whereabouts) -> None:
-    """Answer whoever asks, and wake one's own rank, until the engine is gone or the store is."""
-    answered, has_told = 0, False
+    """Answer whoever asks, and count a rank that waits, until the engine or the store is gone."""
+    answered = seen = 0
+    has_told = False
     try:
         while not here.over.wait(_POLL_S):
             asked = store.add("asked", 0)
             for number in range(answered + 1, asked + 1):
                 store.set(f"answer/{here.rank}/{number}", json.dumps(here.answer()))
             answered = asked
-            go = here.waits_for
-            if go is not None and time.monotonic() - here.begin > here.patience_s:
-                store.compare_set(go, "", _SLOW)
-            if not has_told and asked and not here.inside and store.check(["failure"]):
-                has_told = True
-                rank, failure = json.loads(store.get("failure"))
-                if rank != here.rank:
-                    _log.error("rank %d raised, and rank %d did not: %s", rank, here.rank, failure)
+            has_told = has_told or (asked > 0 and _has_told(store, here))
+            if here.arrived == seen:
+                _count(store, here, seen)
+            seen = here.arrived
+            while here.spent:
+                store.delete_key(here.spent.popleft())
     except RuntimeError:
         return  # the rank that keeps the store has ended, and with it the job
+
+
+def _has_told(store: Any, here: _Whereabouts) -> bool:
+    """Say why another rank raised, if one has and this one does not wait for it; tell whether."""
+    if here.inside or not store.check(["failure"]):
+        return False
+    rank, failure = json.loads(store.get("failure"))
+    if rank != here.rank:
+        _log.error("rank %d raised, and rank %d did not: %s", rank, here.rank, failure)
+    return True
+
+
+def _count(store: Any, here: _Whereabouts, number: int) -> None:
+    """Count a rank that waits at a meeting since the last look, if that is not done."""
+    if not number or number == here.counted:
+        return
+    if here.counted:
+        here.spent.append(f"{here.counted}/all")  # all ranks have left that meeting
+    here.counted = number
+    if store.add(f"{number}/all", 1) == here.world_size:
+        store.set(f"{number}/go", "not alike")
 
 
 def _place_of(thread: int) -> tuple[str, bool]:
