@@ -25,7 +25,7 @@ from offload.arrays import torch_dtype
 from offload.device import PASSED, Fence
 from offload.ledger import REDUCED, Activity
 from zero.comm import Communicator
-from zero.hooks import ModuleHook
+from zero.hooks import LastHooks, ModuleHook
 from zero.kept import KeptGradients
 from zero.parameter import take_gradient
 from zero.shown import ShownGradients
@@ -60,6 +60,7 @@ class GradientReducer:
         self._not_finite: list[str] = []
         self.kept = KeptGradients(store, segments)
         self.shown = ShownGradients(store, segments, self.kept.keeps)
+        self.hooks = LastHooks()
         self._unmeasured: set[int] = set()
         """Segments in which somebody has set gradients."""
 
@@ -78,8 +79,7 @@ class GradientReducer:
                     before = ModuleHook(self._before_arrival)
                     handles.append(member.parameter.register_hook(before))  # type: ignore[no-untyped-call]
                 collect = ModuleHook(self._arrive, segment, position)
-                handle = member.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
-                handles.append(handle)
+                handles.append(self.hooks.add(member.parameter, collect))
         return handles
 
     def flush(self, segments: Sequence[Segment] | None = None) -> None:

@@ -284,6 +284,8 @@ class UnitScheduler:
             return
         if self._tasks_with_callback and _is_outermost_backward():
             self.recover()  # no backward is around this one, so the earlier one failed
+        if self._reducer is not None:
+            self._reducer.hooks.move_back()
         self._tasks_with_callback.add(task)
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(ModuleHook(self._end_of_task, task))
