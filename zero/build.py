@@ -15,8 +15,9 @@ from zero.durable import DurableRun
 from zero.gradients import GradientReducer
 from zero.materialize import InitFunction, seal_units
 from zero.planning import Blueprint
+from zero.reuse import PrefetchLimits
 from zero.runtime import Runtime
-from zero.schedule import PrefetchLimits, UnitScheduler
+from zero.schedule import UnitScheduler
 from zero.unit import Segment, Unit
 from zero.update_rules import MOMENTS
 
@@ -37,7 +38,7 @@ def build_runtime(
     parts = _store_parts(blueprint, io, kernels, communicator, ledger, kept)
     store = _make_store(blueprint.plan.memory, parts, communicator)
     settings = blueprint.settings
-    limits = PrefetchLimits(settings.prefetch_numel, settings.live_numel)
+    limits = PrefetchLimits(settings.prefetch_numel, settings.live_numel, settings.reuse_numel)
     try:
         units, segments = _make_units(blueprint, communicator)
         reducer = (

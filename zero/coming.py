@@ -2,7 +2,8 @@
 
 [Note: coming parameters] The flat buffer of a segment is filled while other units compute. It does
 not count before the unit is unsharded: touches go to the shard until then. If parameters changed
-since, what has come is old, and is copied again.
+since, what has come is old, and is copied again. What is kept from one use to the next is the same,
+but has the other ranks' parts as well, see [Note: kept parameters].
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ class ComingParameters:
         self._segment = segment
         self._fence: Fence | None = None
         self._version = 0
+        self._is_whole = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the flat buffer is there, from an earlier use."""
+        return self._is_whole
 
     @property
     def is_coming(self) -> bool:
@@ -39,9 +46,16 @@ class ComingParameters:
         self._version = store.parameter_version
         self._fence = read_flat(segment, store)
 
+    def keep(self, store: Store) -> None:
+        """Take the flat buffer as it is for what its next use needs."""
+        self._version = store.parameter_version
+        self._fence = PASSED
+        self._is_whole = True
+
     def take(self, store: Store) -> bool:
         """Let the device's work wait for what comes; tell whether it came and is not old."""
         fence, self._fence = self._fence, None
+        self._is_whole = False
         if fence is None:
             return False
         store.device.join(fence)
@@ -69,17 +83,20 @@ class UnitAhead:
 
     def drop(self, store: Store) -> None:
         """Free what has come and was not used."""
-        if self._unit is not None:
+        if self._unit is not None and not self._unit.is_kept:
             self._unit.drop_prefetched(store)
-            self._unit = None
+        self._unit = None
 
 
-def gather_flat(segment: Segment, ledger: Ledger) -> None:
-    """Fill a flat buffer from the part of it that each rank holds."""
-    ledger.note("gather", segment.spec.name)
+def gather_flat(segment: Segment, ledger: Ledger, *, is_whole: bool = False) -> None:
+    """Fill a flat buffer from the part of it that each rank holds, unless all have all of it."""
     communicator = segment.communicator
     with ledger.timing(Activity.COLLECTIVE):
-        communicator.agree(segment.index, f"the parameters of unit {segment.spec.unit}")
+        what = f"the parameters of unit {segment.spec.unit}"
+        if communicator.agree(segment.index, what, is_ready=is_whole):
+            ledger.note("kept", segment.spec.name)
+            return
+        ledger.note("gather", segment.spec.name)
         communicator.all_gather_in_place(segment.flat)
     ledger.exchanged(GATHERED, segment.flat.nbytes, communicator.world_size)
 

@@ -31,6 +31,10 @@ PATIENCE_S = 8.0
 
 _ANSWER_S = 3.0
 _POLL_S = 0.25
+_READY = 1 << 32
+"""What a rank that is ready adds to the count of a meeting beside itself."""
+
+_ALIKE, _ALL_READY, _APART = b"alike", b"alike and ready", b"not alike"
 _WAITS_ELSEWHERE = ("/torch/distributed/", "/zero/rendezvous.py")
 
 
@@ -75,8 +79,8 @@ class Rendezvous:
         self._asked = 0
         self._failure: str | None = None
 
-    def meet(self, what: str) -> None:
-        """Wait until all ranks are about to do `what`.
+    def meet(self, what: str, *, is_ready: bool = False) -> bool:
+        """Wait until all ranks are about to do `what`, and return whether all are ready.
 
         Raises:
             RankError: if another rank does something else, or will never come.
@@ -89,14 +93,15 @@ class Rendezvous:
         here.position += 1
         here.what, here.inside = what, True
         try:
-            alike = self._meet(str(here.position), what)
+            met = self._meet(str(here.position), what, 1 + is_ready * _READY)
         except RuntimeError as error:
             self._failure = str(error)  # the ranks are no more at the same meeting
             raise
         finally:
             here.inside = False
-        if not alike:
+        if met == _APART:
             raise RankError(self._differences(str(here.position), what))
+        return met == _ALL_READY
 
     def close(self) -> None:
         """Come to no further meeting; the thread ends."""
@@ -123,17 +128,19 @@ class Rendezvous:
         self._thread.start()
         weakref.finalize(self, self._here.over.set)
 
-    def _meet(self, number: str, what: str) -> bool:
-        """Come to a meeting, and return whether all ranks came for the same."""
+    def _meet(self, number: str, what: str, weight: int) -> bytes:
+        """Come to a meeting, and return whether all ranks came for the same, and were ready."""
         store = self._store
         digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
         alike, everybody, go = f"{number}/{digest}", f"{number}/all", f"{number}/go"
         try:
-            if store.add(alike, 1) == self._world_size:
-                store.set(go, "alike")
+            count = store.add(alike, weight)
+            if count % _READY == self._world_size:
+                all_ready = count // _READY == self._world_size
+                store.set(go, (_ALL_READY if all_ready else _ALIKE).decode())
             elif store.add(everybody, 1) == self._world_size:
-                store.set(go, "not alike")
-            is_alike = self._wait(go, what) == b"alike"
+                store.set(go, _APART.decode())
+            met = self._wait(go, what)
             if self._rank == 0:  # all ranks have left the meeting before
                 for key in self._last_keys:
                     store.delete_key(key)
@@ -145,7 +152,7 @@ class Rendezvous:
                 f" rank 0 keeps cannot be reached: that rank has ended, or failed ({error})"
             ) from error
         self._last_keys = (alike, everybody, go)
-        return is_alike
+        return met
 
     def _wait(self, go: str, what: str) -> bytes:
         suspects: dict[int, str] = {}

@@ -14,7 +14,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -31,6 +30,7 @@ from zero.guard import SavedTensorGuard
 from zero.hooks import ModuleHook
 from zero.memory import live_parameter_bytes
 from zero.order import Phase, RecordedOrder
+from zero.reuse import KeptUnits, PrefetchLimits
 from zero.structures import aliases, cloned, tensors_in
 from zero.unit import Unit
 
@@ -40,14 +40,6 @@ _UNTIL_NEXT_FORWARD = -2
 
 READ_AHEAD = "parameters read ahead (peak)"
 """What the ledger calls the most bytes that were read ahead of the unit in use."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchLimits:
-    """How many parameters may be read ahead."""
-
-    prefetch_numel: int
-    live_numel: int
 
 
 class UnitScheduler:
@@ -66,6 +58,7 @@ class UnitScheduler:
         self._store = store
         self._reducer = reducer
         self._order = RecordedOrder()
+        self._kept = KeptUnits(units, store, self._order, limits)
         self.ahead = UnitAhead()
         self._turns = ExpertTurns(units, store, reducer, communicator)
         self._guard = SavedTensorGuard(self._require_for_backward)
@@ -104,6 +97,7 @@ class UnitScheduler:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._kept.drop_all()
 
     def retire(self) -> None:
         """Take all hooks off for good; those of a call that is under way do nothing."""
@@ -156,6 +150,7 @@ class UnitScheduler:
                 unit.forward_depth = 0
                 self._tokens[unit.index].clear()
                 self._release(unit)
+        self._kept.drop_all()
         if failed and announce:
             warnings.warn(
                 "a backward failed; the gradients of this accumulation window are dropped",
@@ -207,7 +202,9 @@ class UnitScheduler:
             node = tensor.grad_fn
             if node is not None:
                 node.register_prehook(ModuleHook(self._needed, unit, token))
-        self._release(unit)
+        self._release(unit, is_recomputed=torch._C._current_graph_task_id() != -1)
+        if not self._in_forward and not torch.is_grad_enabled():
+            self._kept.drop_all()
         return output
 
     def _needed(self, unit: Unit, token: object, _gradients: Any) -> None:
@@ -249,19 +246,25 @@ class UnitScheduler:
         )
         spare = min(spare, self._limits.prefetch_numel)
         ahead_bytes = 0
-        for position, predicted in enumerate(self._order.visit(phase, unit.index)):
+        position = 0
+        for predicted in self._order.visit(phase, unit.index):
             following = self.units[predicted]
+            if self._kept.is_ready(following):
+                continue
             spare -= following.numel
             if spare < 0:
                 break
             if not position and not self._store.device.is_host:
+                self._kept.make_room(following)
                 self.ahead.start(following, self._store)
+            position += 1
             if not self._read_ahead(following):
                 break
             ahead_bytes += following.shard_bytes
             self._store.ledger.observe(READ_AHEAD, ahead_bytes)
 
     def _unshard(self, unit: Unit) -> None:
+        self._kept.make_room(unit)
         if not self._turns.gather(unit):
             unit.unshard(self._store)
         self._guard.watch(unit)
@@ -270,13 +273,14 @@ class UnitScheduler:
         """Start reading what a unit will need; tell whether slots may be left for the next one."""
         return all(self._store.read_ahead_parameters(segment.index) for segment in unit.segments)
 
-    def _release(self, unit: Unit) -> None:
+    def _release(self, unit: Unit, *, is_recomputed: bool = False) -> None:
         if not unit.is_held:
             self._guard.forget(unit)
-            held_bytes = unit.live_bytes
-            unit.reshard()
-            if self._store.device.is_host:
-                self._store.heap.freed(held_bytes)
+            self._kept.reshard(
+                unit,
+                may_keep=not self._turns.take(unit),
+                is_recomputed=is_recomputed,
+            )
 
     def _queue_end_of_task(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -301,6 +305,7 @@ class UnitScheduler:
                 self._release(unit)
         if self._tasks_with_callback:
             return  # a nested backward; the outer one reduces
+        self._kept.drop_all()
         if self._reducer is not None:
             self._reducer.flush()
         if self.on_backward_end is not None:

@@ -142,9 +142,11 @@ class Segment:
         """Read this rank's shard into the flat buffer and gather the others'."""
         if self.is_in_place:
             return
-        if not self.coming.take(store):
+        was_whole = self.coming.is_whole
+        is_ready = self.coming.take(store)
+        if not is_ready:
             self._device.join(read_flat(self, store))
-        gather_flat(self, ledger)
+        gather_flat(self, ledger, is_whole=was_whole and is_ready)
 
     def expose(self) -> None:
         """Make the parameters plain: their values may be read now."""
@@ -156,10 +158,11 @@ class Segment:
             self._sums_hold = self._is_exposed = True
         self._versions = self.versions
 
-    def hide(self) -> None:
+    def hide(self, keeps_for: Store | None = None) -> None:
         """Empty the flat buffer; whoever still views it keeps it, and the segment takes a new one.
 
-        Autograd keeps no view of it, see [Note: saved-tensor guard], so the count is exact.
+        Autograd keeps no view of it, see [Note: saved-tensor guard], so the count is exact. With a
+        store the values stay for the next use, see [Note: kept parameters].
         """
         if self.is_in_place:
             return
@@ -171,7 +174,10 @@ class Segment:
         if aliased or not storage.resizable() or any(map(self._has_strayed, self.members)):
             self._renew()
             return
-        storage.resize_(0)
+        if keeps_for is not None:
+            self.coming.keep(keeps_for)
+        else:
+            storage.resize_(0)
         seal_all(self.parameters, self._sealed)
 
     def changed(
@@ -385,6 +391,22 @@ class Unit:
         )
 
     @property
+    def full_bytes(self) -> int:
+        """Bytes of the flat buffers when all that is ever freed is in memory."""
+        return sum(
+            segment.layout.padded_numel * segment.flat.element_size()
+            for segment in self.segments
+            if not segment.is_in_place
+        )
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the full parameters are in memory for the next use."""
+        return self.moves and all(
+            segment.is_in_place or segment.coming.is_whole for segment in self.segments
+        )
+
+    @property
     def numel(self) -> int:
         """Elements of the full parameters."""
         return sum(sum(segment.layout.numels) for segment in self.segments)
@@ -451,8 +473,8 @@ class Unit:
         for segment in self.segments:
             segment.coming.drop(store)
 
-    def reshard(self) -> None:
-        """Free the full parameters.
+    def reshard(self, keeps_for: Store | None = None) -> None:
+        """Free the full parameters, or keep them for the next use if a store is given.
 
         Raises:
             RuntimeError: if a parameter was changed in place, because the change would be lost.
@@ -466,8 +488,10 @@ class Unit:
             for member in segment.lost_writes()
         ]
         for segment in self.segments:
-            segment.hide()
+            segment.hide(None if changed else keeps_for)
         self.move_to(UnitState.SHARDED)
+        if keeps_for is not None and not self.is_kept:
+            self.drop_prefetched(keeps_for)
         if changed:
             raise RuntimeError(
                 f"parameters {', '.join(changed)} were changed in place while unit {self.name} was"
