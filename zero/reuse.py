@@ -4,8 +4,8 @@
 the gathered values, but they do not count, as those that come to a device ahead of their use. So a
 touch finds what the shards hold, and whatever writes a parameter makes what is kept old: it is then
 gathered again. Ranks need not keep the same: they tell each other when they meet, and gather unless
-all of them have the values. A unit is kept if the recorded order says that it is used again before
-`max_reuse_distance` other elements are, and only in room that the plan has for units in use and
+all of them have the values. A unit is kept if the recorded order says that it is used again after
+at most `max_reuse_distance` elements of others, and only in room that the plan has for units in use and
 within `max_live_parameters`: where another unit needs the room, the one that is used last leaves.
 What is kept goes at the end of a backward, of a forward without gradients, and at a step.
 """

@@ -19,7 +19,7 @@ master is needed was written, and only that is rounded.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -34,9 +34,6 @@ from offload import (
     Store,
     elements_at,
     has_field,
-    write_parameters,
-    write_parameters_on_device,
-    write_range,
 )
 from offload.arrays import torch_dtype
 from zero.aliases import LateAliases, checksums, checksums_of
@@ -46,6 +43,7 @@ from zero.late import Checksums, differing
 from zero.replicated import gather_values
 from zero.seal import seal_all, sealed_like
 from zero.units import ManagedParameter, Router
+from zero.written import write_members
 
 
 class UnitState(enum.Enum):
@@ -331,25 +329,6 @@ class Segment:
                 self.layout.offsets, self.layout.numels, self._shapes, strict=True
             )
         ]
-
-
-def write_members(segment: Segment, store: Store, members: Collection[ManagedParameter]) -> None:
-    """Store this rank's pieces of some parameters of a full flat buffer, and their masters.
-
-    [Note: whoever writes a parameter writes its residual]
-    """
-    own = segment.communicator.own_slice(segment.flat).detach()
-    if len(members) == len(segment.members):
-        if store.device.is_host:
-            write_parameters(store, segment.index, own.float().clone().numpy())
-        else:
-            write_parameters_on_device(store, segment.index, own.float().clone())
-        return
-    wanted = {member.order for member in members}
-    for piece in segment.pieces:
-        if segment.members[piece.index].order in wanted and piece.numel:
-            values = own[piece.start : piece.start + piece.numel].clone()
-            write_range(store, segment.index, Field.PARAMETER, piece.start, values)
 
 
 class Unit:

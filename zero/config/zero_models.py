@@ -215,8 +215,8 @@ class ZeroOptimization(Section):
         auto=Auto.DEFAULT,
     )
     stage3_max_reuse_distance: Annotated[int, Integer()] = key(
-        "a unit that is used again before so many other elements are keeps its parameters until"
-        " then, while the plan has room for them; 0 for none",
+        "a unit keeps its parameters if at most so many elements of others are used before it is used"
+        " again, and while the plan has room for them; 0 for none",
         default=1_000_000_000,
         auto=Auto.DEFAULT,
     )
