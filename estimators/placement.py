@@ -23,6 +23,7 @@ from estimators.records import (
     Section,
     SubGroup,
     host_fixed_bytes,
+    host_staging_bytes,
     lowest_tiers,
     section_bytes,
     staged_bytes,
@@ -33,6 +34,7 @@ from estimators.summary import (
     RESIDENT_ALIGNMENT_BYTES,
     MemoryPlan,
     SlotPlan,
+    WholePlacement,
     moves_per_step,
     resident_bytes,
     resident_copies,
@@ -124,7 +126,9 @@ def _smallest_slot_bytes(request: PlacementRequest) -> int:
 
 def in_play_bytes(request: PlacementRequest) -> int:
     """Return the host bytes that hold everything which may leave the device, and staging."""
-    return _whole_bytes(request, (Tier.HOST, Tier.NVME)) + host_fixed_bytes(request)
+    paged = request.whole.state_bytes if request.pages_whole_tensors else 0
+    sections = _whole_bytes(request, (Tier.HOST, Tier.NVME))
+    return sections + host_fixed_bytes(request) + paged
 
 
 def minimum_host_bytes(request: PlacementRequest) -> int:
@@ -192,15 +196,35 @@ def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
         ]
     host_bytes = budget.host_bytes - slots.total_bytes - host_fixed_bytes(request)
     spare = _spare_device_bytes(request, budget, parts, slots)
-    _Pinning(request, host_bytes, spare).run(parts)
+    pinning = _Pinning(request, host_bytes, spare)
+    pinning.run(parts)
     sub_groups, swap_bytes = _build_sub_groups(request, parts)
-    plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes)
+    whole = _place_whole_tensors(request, pinning.left_bytes, swap_bytes)
+    swap_bytes += whole.area_bytes
+    plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes, whole=whole)
     if request.durable:
         copies = resident_copies(plan)
         swap_bytes += 2 * sum(copy.size_bytes for copy in copies)
         plan = replace(plan, resident_copies=copies, swap_file_bytes=swap_bytes)
     _check_other_tiers(plan, budget)
     return plan
+
+
+def _place_whole_tensors(
+    request: PlacementRequest, left_bytes: int, swap_bytes: int
+) -> WholePlacement:
+    """Decide how much of the records of whole tensors rests on the host: what is left there.
+
+    Records rest as a whole, and other ranks have others: so one more has room in the file.
+    """
+    state_bytes = request.whole.state_bytes
+    if not request.pages_whole_tensors:
+        return WholePlacement(resident_bytes=state_bytes)
+    resident = 0 if request.durable else min(state_bytes, max(left_bytes, 0))
+    if resident == state_bytes:
+        return WholePlacement(resident_bytes=resident)
+    paged = min(state_bytes, state_bytes - resident + request.whole.record_bytes)
+    return WholePlacement(resident, swap_bytes, paged * (2 if request.durable else 1))
 
 
 def _spare_device_bytes(
@@ -235,8 +259,9 @@ def _check_host(request: PlacementRequest, budget: Budget) -> None:
         return
     must_stay = _must_stay_bytes(request)
     what = f"{must_stay} bytes of state offloaded to cpu" if must_stay else ""
-    if request.whole_bytes:
-        what = f"{must_stay} bytes, of them {request.whole_bytes} of an optimizer of whole tensors"
+    if request.whole.state_bytes:
+        taken = host_fixed_bytes(request) - host_staging_bytes(request)
+        what = f"{must_stay} bytes, of them {taken} of an optimizer of whole tensors"
     if needed > must_stay:
         slot = f"{needed - must_stay} bytes for the smallest staging slot of this model"
         what = f"{what} and {slot}" if what else slot
@@ -378,6 +403,11 @@ class _Pinning:
         self._lowest = [lowest_tiers(request, segment) for segment in request.segments]
         cap = request.max_host_parameter_numel
         self._parameters_left_numel = cap if request.parameter_tier is Tier.NVME else None
+
+    @property
+    def left_bytes(self) -> int:
+        """Host bytes that nothing has taken."""
+        return self._left_bytes
 
     def run(self, parts: list[list[_Part]]) -> None:
         """Set the tiers of all parts of all segments; some part may be cut in two."""

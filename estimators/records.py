@@ -197,19 +197,28 @@ def staged_bytes(request: PlacementRequest, segment: SegmentSpec, numel: int) ->
 def sub_group_cap(request: PlacementRequest, segment: SegmentSpec) -> int:
     """Return the most elements of a sub-group of a segment, whatever slots there are.
 
-    Beside a device, sub-groups pass through staging buffers, so they are no larger than those.
+    Beside a device, sub-groups pass through staging buffers, so what is staged of one is no larger
+    than those: what may rest elsewhere if the device updates, what may rest on it if the host does.
     """
     shard_numel = segment.layout(request.world_size).shard_numel
     cap = min(request.sub_group_numel, shard_numel)
     if not request.device_is_host and segment.trainable and request.trains:
-        line_bytes = sum(section_bytes(request, segment, SHARD_ALIGNMENT_NUMEL).values())
-        cap = min(cap, STAGED_BYTES // line_bytes * SHARD_ALIGNMENT_NUMEL)
+        sizes = section_bytes(request, segment, SHARD_ALIGNMENT_NUMEL)
+        lowest = lowest_tiers(request, segment)
+        line_bytes = sum(
+            size
+            for section, size in sizes.items()
+            if (lowest[section] is Tier.DEVICE) is not request.update_on_device
+        )
+        cap = min(cap, STAGED_BYTES // (line_bytes or sum(sizes.values())) * SHARD_ALIGNMENT_NUMEL)
     return max(cap, SHARD_ALIGNMENT_NUMEL)
 
 
 def host_fixed_bytes(request: PlacementRequest) -> int:
     """Return the host memory that nothing which is placed may take."""
-    return host_staging_bytes(request) + request.whole_bytes
+    whole = request.whole
+    resting = 0 if request.pages_whole_tensors else whole.state_bytes
+    return host_staging_bytes(request) + whole.working_bytes + resting
 
 
 def host_staging_bytes(request: PlacementRequest) -> int:

@@ -62,6 +62,23 @@ class SegmentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class WholeTensors:
+    """What an optimizer that sees whole tensors needs of the rank that needs most."""
+
+    gathered_bytes: int = 0
+    """Host bytes of the master and the gradient of the largest parameter."""
+    record_bytes: int = 0
+    """Bytes of the largest record, which is all that it keeps of one parameter."""
+    state_bytes: int = 0
+    """Bytes of all its records."""
+
+    @property
+    def working_bytes(self) -> int:
+        """Host bytes that it takes in a step, wherever records rest; two of them are staged."""
+        return self.gathered_bytes + 2 * self.record_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class PlacementRequest:
     """Everything that placement decides from."""
 
@@ -92,14 +109,23 @@ class PlacementRequest:
     """Whether the device is the processor: then what rests on the host is used where it rests."""
     update_on_device: bool = False
     """Whether state passes through a device that is not the host, to be updated there."""
+    prefetch_numel: int | None = None
+    """Most elements of a unit that is copied to a device ahead of its use; None: of any."""
+    live_numel: int | None = None
+    """Most elements of unsharded parameters at which that is still done; None: any."""
     durable: bool = False
     """Whether the swap file has two copies of parameters and state, resident ones too."""
     replicates: bool = False
     """Whether each rank has all parameters in full, on the device, its own shard among them."""
-    whole_bytes: int = 0
-    """Host bytes of an optimizer that sees whole tensors: its state, and what it gathers."""
+    whole: WholeTensors = WholeTensors()
+    """What an optimizer that sees whole tensors needs."""
     rule: UpdateRule | GenericRule = UpdateRule.ADAMW
     """The optimizer, which decides which moments are stored."""
+
+    @property
+    def pages_whole_tensors(self) -> bool:
+        """Whether records of whole tensors may rest on NVMe; a durable run keeps them there."""
+        return self.durable or self.optimizer_tier is Tier.NVME
 
     def format_of(self, segment: SegmentSpec) -> StateFormat:
         """Return how the state of a segment is stored; without a kernel it is never lossy."""

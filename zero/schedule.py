@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from estimators.summary import LIVE_PARAMETERS
-from offload import Store
+from offload import Store, pages_parameters
 from zero.coming import UnitAhead
 from zero.comm import Communicator
 from zero.experts import ExpertTurns
@@ -58,7 +58,6 @@ class UnitScheduler:
         self._store = store
         self._reducer = reducer
         self._order = RecordedOrder()
-        self._kept = KeptUnits(units, store, self._order, limits)
         self.ahead = UnitAhead()
         self._turns = ExpertTurns(units, store, reducer, communicator)
         self._guard = SavedTensorGuard(self._require_for_backward)
@@ -66,9 +65,22 @@ class UnitScheduler:
         self._tasks_with_callback: set[int] = set()
         self._handles: list[Any] = []
         self._forward_thread: int | None = None
+        self._forwards = 0
+        """Forwards of units that run, one inside another."""
+        self._copies = not store.device.is_host
+        """Whether what computes has memory of its own, into which parameters are copied."""
+        self._pages = False
+        """Whether parameters rest on NVMe."""
+        self._unsharded: dict[int, Unit] = {}
+        """Units that move and are unsharded, by index: few of them, whatever the model's depth."""
+        self._kept = KeptUnits(
+            self.units, store, self._order, limits, (self._unsharded, self.ahead)
+        )
         self._is_retired = False
         self.on_resize: Callable[[Any], None] | None = None
         """Gives a parameter of this runtime another shape."""
+        self.on_backward_begin: Callable[[], None] | None = None
+        """Called once a backward, where no parameters rest on NVMe: slots are spare then."""
         self.on_backward_end: Callable[[], None] | None = None
         """Called when a backward that delivered gradients has ended."""
         self.on_backward_failure: Callable[[], None] | None = None
@@ -76,6 +88,8 @@ class UnitScheduler:
 
     def install(self) -> None:
         """Register the hooks; units that never move get none."""
+        segments = range(len(self._store.plan.request.segments))
+        self._pages = any(pages_parameters(self._store, index) for index in segments)
         self._handles.extend(self._turns.install())
         for unit in self.units:
             if unit.moves or self._turns.surround(unit):
@@ -120,7 +134,7 @@ class UnitScheduler:
 
     @property
     def _in_forward(self) -> bool:
-        return any(unit.forward_depth for unit in self.units)
+        return self._forwards > 0
 
     def recover_if_idle(self) -> None:
         """Drop what a failed backward has left, if no forward and no backward runs."""
@@ -151,6 +165,7 @@ class UnitScheduler:
                 self._tokens[unit.index].clear()
                 self._release(unit)
         self._kept.drop_all()
+        self._forwards = 0
         if failed and announce:
             warnings.warn(
                 "a backward failed; the gradients of this accumulation window are dropped",
@@ -174,6 +189,7 @@ class UnitScheduler:
                 " one state: give each thread its turn, or its own engine"
             )
         unit.forward_depth += 1
+        self._forwards += 1
         token = object()
         self._tokens[unit.index].append(token)
         self._guard.push()
@@ -193,6 +209,7 @@ class UnitScheduler:
         if self._forward_thread != threading.get_ident():
             return output  # a pre-hook failed before ours ran, or ours refused this thread
         unit.forward_depth -= 1
+        self._forwards -= 1
         token = self._tokens[unit.index].pop()
         self._guard.pop()
         storages = {segment.flat.untyped_storage()._cdata for segment in unit.segments}
@@ -240,33 +257,37 @@ class UnitScheduler:
 
     def _acquire(self, unit: Unit, phase: Phase) -> None:
         self._unshard(unit)
-        self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(self.units))
-        spare = self._limits.live_numel - sum(
-            each.numel for each in self.units if each.moves and each.is_unsharded
-        )
+        present = [*self._unsharded.values(), *self.ahead.sharded, *self._kept.units]
+        self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(present))
+        following = self._order.visit(phase, unit.index)
+        if not (self._pages or self._copies):
+            return
+        spare = self._limits.live_numel - sum(each.numel for each in self._unsharded.values())
         spare = min(spare, self._limits.prefetch_numel)
         ahead_bytes = 0
-        position = 0
-        for predicted in self._order.visit(phase, unit.index):
-            following = self.units[predicted]
-            if self._kept.is_ready(following):
+        is_next = True
+        for predicted in following:
+            unit_ahead = self.units[predicted]
+            if self._kept.is_ready(unit_ahead):
                 continue
-            spare -= following.numel
+            spare -= unit_ahead.numel
             if spare < 0:
                 break
-            if not position and not self._store.device.is_host:
-                self._kept.make_room(following)
-                self.ahead.start(following, self._store)
-            position += 1
-            if not self._read_ahead(following):
+            if is_next and self._copies:
+                self._kept.make_room(unit_ahead)
+                self.ahead.start(unit_ahead, self._store)
+            is_next = False
+            if not self._pages or not self._read_ahead(unit_ahead):
                 break
-            ahead_bytes += following.shard_bytes
+            ahead_bytes += unit_ahead.shard_bytes
             self._store.ledger.observe(READ_AHEAD, ahead_bytes)
 
     def _unshard(self, unit: Unit) -> None:
         self._kept.make_room(unit)
         if not self._turns.gather(unit):
             unit.unshard(self._store)
+        if unit.moves:
+            self._unsharded[unit.index] = unit
         self._guard.watch(unit)
 
     def _read_ahead(self, unit: Unit) -> bool:
@@ -276,10 +297,9 @@ class UnitScheduler:
     def _release(self, unit: Unit, *, is_recomputed: bool = False) -> None:
         if not unit.is_held:
             self._guard.forget(unit)
+            self._unsharded.pop(unit.index, None)
             self._kept.reshard(
-                unit,
-                may_keep=not self._turns.take(unit),
-                is_recomputed=is_recomputed,
+                unit, may_keep=not self._turns.take(unit), is_recomputed=is_recomputed
             )
 
     def _queue_end_of_task(self) -> None:
@@ -290,9 +310,12 @@ class UnitScheduler:
             self.recover()  # no backward is around this one, so the earlier one failed
         if self._reducer is not None:
             self._reducer.hooks.move_back()
+        is_first = not self._tasks_with_callback
         self._tasks_with_callback.add(task)
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(ModuleHook(self._end_of_task, task))
+        if is_first and not self._pages and self.on_backward_begin is not None:
+            self.on_backward_begin()
 
     def _end_of_task(self, task: int) -> None:
         self._tasks_with_callback.discard(task)

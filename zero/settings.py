@@ -71,6 +71,7 @@ class TierSettings:
     verify: bool = False
     durable: DurableSettings | None = None
     keep_last_checkpoints: int | None = None
+    checkpoints_as_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,8 @@ class Segment:
         self.late_differences: torch.Tensor | None = None
         """On a device, which parameters checksums showed to be written; [Note: late comparison]."""
         self.coming = ComingParameters(self)
+        self.change_count = 0
+        """Grows with every change of the values, on all ranks alike."""
         self._has_masters = False
         """Whether it rests in place and its masters elsewhere."""
         self._sums_hold = False
@@ -140,11 +142,13 @@ class Segment:
         """Read this rank's shard into the flat buffer and gather the others'."""
         if self.is_in_place:
             return
-        was_whole = self.coming.is_whole
-        is_ready = self.coming.take(store)
-        if not is_ready:
+        was_kept = self.coming.is_kept
+        is_here = self.coming.take(store)
+        if is_here and not was_kept:
+            return
+        if not is_here:
             self._device.join(read_flat(self, store))
-        gather_flat(self, ledger, is_whole=was_whole and is_ready)
+        gather_flat(self, ledger, is_whole=is_here)
 
     def expose(self) -> None:
         """Make the parameters plain: their values may be read now."""
@@ -295,11 +299,13 @@ class Segment:
     def forget_value(self, position: int) -> None:
         """Tell autograd that one parameter changed, and take the change as known."""
         torch.autograd.graph.increment_version([self.members[position].parameter])
+        self.change_count += 1
         self.accept_changes(position)
 
     def forget_values(self) -> None:
         """Tell autograd that the values changed: a graph that saved the old ones must not run."""
         torch.autograd.graph.increment_version(self.parameters)
+        self.change_count += 1
         self._sums_hold = False
 
     def _has_strayed(self, member: ManagedParameter) -> bool:
@@ -346,6 +352,8 @@ class Unit:
         self.name = name
         self.module = module
         self.segments = tuple(segments)
+        self.numel = sum(sum(segment.layout.numels) for segment in self.segments)
+        """Elements of the full parameters."""
         self.router = router
         self.state = UnitState.SHARDED
         self.forward_depth = 0
@@ -382,13 +390,8 @@ class Unit:
     def is_kept(self) -> bool:
         """Whether the full parameters are in memory for the next use."""
         return self.moves and all(
-            segment.is_in_place or segment.coming.is_whole for segment in self.segments
+            segment.is_in_place or segment.coming.is_kept for segment in self.segments
         )
-
-    @property
-    def numel(self) -> int:
-        """Elements of the full parameters."""
-        return sum(sum(segment.layout.numels) for segment in self.segments)
 
     @property
     def shard_bytes(self) -> int:

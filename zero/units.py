@@ -19,7 +19,7 @@ from zero.source import StoreSource
 
 ROOT_NAME = "<root>"
 
-_ELEMENTS = {
+ELEMENTS = {
     torch.float32: ElementType.FP32,
     torch.bfloat16: ElementType.BF16,
     torch.float16: ElementType.FP16,
@@ -282,7 +282,7 @@ def _segments(
 
 
 def _element_of(name: str, parameter: nn.Parameter) -> ElementType:
-    element = _ELEMENTS.get(parameter.dtype)
+    element = ELEMENTS.get(parameter.dtype)
     if element is None:
         raise ConfigError(
             f"parameter {name} is {parameter.dtype}; this version trains float32, bfloat16 and"

@@ -192,6 +192,7 @@ class ZeroConfig(Document):
             verify=tiers.verify,
             durable=DurableSettings(**tiers.durable) if tiers.durable else None,
             keep_last_checkpoints=tiers.keep_last_checkpoints,
+            checkpoints_as_stored=tiers.checkpoints_as_stored,
         )
 
     def _scheduler_factory(self) -> NamedFactory | None:

@@ -215,7 +215,7 @@ class ZeroOptimization(Section):
         auto=Auto.DEFAULT,
     )
     stage3_max_reuse_distance: Annotated[int, Integer()] = key(
-        "a unit keeps its parameters if at most so many elements of others are used before it is used"
+        "a unit keeps its parameters if at most so many elements of others are used before it is"
         " again, and while the plan has room for them; 0 for none",
         default=1_000_000_000,
         auto=Auto.DEFAULT,
