@@ -4,7 +4,8 @@
 not count before the unit is unsharded: touches go to the shard until then. If parameters changed
 since, what has come is old, and is copied again. Several ranks exchange their shards ahead as well,
 so they must all do so or none, and all find it old or none: whether anything pages is asked of all
-ranks at first, and changes are counted where all ranks take part.
+ranks at first, and changes are counted where all ranks take part. What is kept from one use to the
+next is the same, but ranks need not keep alike, see [Note: kept parameters].
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ class ComingParameters:
         self._version = 0
         self.may_come = True
         """Whether every rank's shard is in memory, so that it can be exchanged ahead."""
+        self._is_whole = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the flat buffer is there, from an earlier use."""
+        return self._is_whole
 
     @property
     def is_coming(self) -> bool:
@@ -47,15 +54,22 @@ class ComingParameters:
         self._version = self._version_of(store)
         self._fence = fence = read_flat(segment, store)
         if segment.communicator.world_size > 1:
-            agree_on(segment)
+            with store.ledger.timing(Activity.COLLECTIVE):
+                _agree(segment, store.ledger)
             self._fence = store.device.beside(
                 lambda: segment.communicator.all_gather_in_place(segment.flat), segment.flat, fence
             )
-            store.ledger.exchanged(GATHERED, segment.flat.nbytes, segment.layout.world_size)
+
+    def keep(self, store: Store) -> None:
+        """Take the flat buffer as it is for what its next use needs."""
+        self._version = self._version_of(store)
+        self._fence = PASSED
+        self._is_whole = True
 
     def take(self, store: Store) -> bool:
         """Let the device's work wait for what comes; tell whether it came and is not old."""
         fence, self._fence = self._fence, None
+        self._is_whole = False
         if fence is None:
             return False
         store.device.join(fence)
@@ -92,9 +106,9 @@ class UnitAhead:
 
     def drop(self, store: Store) -> None:
         """Free what has come and was not used."""
-        if self._unit is not None:
+        if self._unit is not None and not self._unit.is_kept:
             self._unit.drop_prefetched(store)
-            self._unit = None
+        self._unit = None
 
 
 def let_come(units: Sequence[Unit], store: Store, communicator: Communicator) -> None:
@@ -116,20 +130,23 @@ def let_come(units: Sequence[Unit], store: Store, communicator: Communicator) ->
         segment.coming.may_come = not any_pages
 
 
-def agree_on(segment: Segment) -> None:
-    """Wait until all ranks are about to gather a segment, ahead or not."""
-    what = f"the parameters of unit {segment.spec.unit}"
-    segment.communicator.agree(segment.index, what)
-
-
-def gather_flat(segment: Segment, ledger: Ledger) -> None:
-    """Fill a flat buffer from the part of it that each rank holds."""
-    ledger.note("gather", segment.spec.name)
-    communicator = segment.communicator
+def gather_flat(segment: Segment, ledger: Ledger, *, is_whole: bool = False) -> None:
+    """Fill a flat buffer from the part of it that each rank holds, unless all have all of it."""
     with ledger.timing(Activity.COLLECTIVE):
-        agree_on(segment)
-        communicator.all_gather_in_place(segment.flat)
+        if _agree(segment, ledger, is_whole=is_whole):
+            segment.communicator.all_gather_in_place(segment.flat)
+
+
+def _agree(segment: Segment, ledger: Ledger, *, is_whole: bool = False) -> bool:
+    """Meet the other ranks for a gather; tell whether it is needed."""
+    communicator = segment.communicator
+    what = f"the parameters of unit {segment.spec.unit}"
+    if communicator.agree(segment.index, what, is_ready=is_whole):
+        ledger.note("kept", segment.spec.name)
+        return False
+    ledger.note("gather", segment.spec.name)
     ledger.exchanged(GATHERED, segment.flat.nbytes, communicator.world_size)
+    return True
 
 
 def read_flat(segment: Segment, store: Store) -> Fence:

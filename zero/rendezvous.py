@@ -36,6 +36,10 @@ PATIENCE_S = 8.0
 
 _ANSWER_S = 3.0
 _POLL_S = 0.25
+_READY = 1 << 32
+"""What a rank that is ready adds to the count of a meeting beside itself."""
+
+_ALIKE, _ALL_READY, _APART = b"alike", b"alike and ready", b"not alike"
 _WAITS_ELSEWHERE = ("/torch/distributed/", "/zero/rendezvous.py")
 
 
@@ -89,8 +93,8 @@ class Rendezvous:
         self._asked = 0
         self._failure: str | None = None
 
-    def meet(self, what: str) -> None:
-        """Wait until all ranks are about to do `what`.
+    def meet(self, what: str, *, is_ready: bool = False) -> bool:
+        """Wait until all ranks are about to do `what`, and return whether all are ready.
 
         Raises:
             RankError: if another rank does something else, or will never come.
@@ -103,14 +107,15 @@ class Rendezvous:
         here.position += 1
         here.what, here.inside = what, True
         try:
-            alike = self._meet(here.position, what)
+            met = self._meet(here.position, what, 1 + is_ready * _READY)
         except RuntimeError as error:
             self._failure = str(error)  # the ranks are no more at the same meeting
             raise
         finally:
             here.inside = False
-        if not alike:
+        if met == _APART:
             raise RankError(self._differences(str(here.position), what))
+        return met == _ALL_READY
 
     @contextmanager
     def mixing(self) -> Iterator[None]:
@@ -149,19 +154,22 @@ class Rendezvous:
         self._thread.start()
         weakref.finalize(self, self._here.over.set)
 
-    def _meet(self, number: int, what: str) -> bool:
-        """Come to a meeting, and return whether all ranks came for the same."""
+    def _meet(self, number: int, what: str, weight: int) -> bytes:
+        """Come to a meeting, and return whether all ranks came for the same, and were ready."""
         store, here = self._store, self._here
         digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
         alike, go = f"{number}/{digest}", f"{number}/go"
         try:
-            if store.add(alike, 1) == self._world_size:
-                store.set(go, "alike")
-                is_alike = True
+            count = store.add(alike, weight)
+            if count % _READY == self._world_size:
+                met = _ALL_READY if count // _READY == self._world_size else _ALIKE
+                store.set(go, met.decode())
             else:
                 here.arrived = number
                 self._wait(go, what)
-                is_alike = here.counted != number or store.get(go) == b"alike"
+                # Where this rank is not ready, not all are; what else was decided, it must read.
+                reads = weight > 1 or here.counted == number
+                met = store.get(go) if reads else _ALIKE
         except RankError:
             raise
         except RuntimeError as error:
@@ -174,7 +182,7 @@ class Rendezvous:
         if self._rank == 0:
             here.spent.extend(self._last_keys)  # all ranks have left the meeting before
             self._last_keys = (alike, go)
-        return is_alike
+        return met
 
     def _wait(self, go: str, what: str) -> None:
         suspects: dict[int, str] = {}
@@ -287,7 +295,7 @@ def _count(store: Any, here: _Whereabouts, number: int) -> None:
         here.spent.append(f"{here.counted}/all")  # all ranks have left that meeting
     here.counted = number
     if store.add(f"{number}/all", 1) == here.world_size:
-        store.set(f"{number}/go", "not alike")
+        store.set(f"{number}/go", _APART.decode())
 
 
 def _place_of(thread: int) -> tuple[str, bool]:

@@ -1,0 +1,121 @@
+"""Units that are used again soon keep their parameters in memory between the uses.
+
+[Note: kept parameters] A unit that is kept is sharded all the same: its flat buffer has memory and
+the gathered values, but they do not count, as those that come to a device ahead of their use. So a
+touch finds what the shards hold, and whatever writes a parameter makes what is kept old: it is then
+gathered again. Ranks need not keep the same: they tell each other when they meet, and gather unless
+all of them have the values. A unit is kept if the recorded order says that it is used again after
+at most `max_reuse_distance` elements of others, and only in room that the plan has for units in use
+and within `max_live_parameters`: where another unit needs the room, the one that is used last
+leaves. What is kept goes at the end of a backward, of a forward without gradients, and at a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload import Store
+from zero.memory import live_parameter_bytes
+from zero.order import RecordedOrder
+from zero.unit import Unit
+
+KEPT = "parameters kept for their next use (peak)"
+"""What the ledger calls the most bytes that were kept at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchLimits:
+    """How many parameters may be read ahead, and kept."""
+
+    prefetch_numel: int
+    live_numel: int
+    reuse_numel: int = 0
+    """Elements of other units before the next use of one that is kept; 0 keeps none."""
+
+
+class KeptUnits:
+    """The kept units of one engine."""
+
+    def __init__(
+        self, units: Sequence[Unit], store: Store, order: RecordedOrder, limits: PrefetchLimits
+    ) -> None:
+        self._units = tuple(units)
+        self._store = store
+        self._order = order
+        self._limits = limits
+        self._kept: set[int] = set()
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units that are kept now."""
+        return [self._units[at] for at in self._kept]
+
+    def is_ready(self, unit: Unit) -> bool:
+        """Tell whether the parameters of a unit need not be read for its next use."""
+        return unit.index in self._kept or (bool(self._limits.reuse_numel) and unit.is_unsharded)
+
+    def reshard(self, unit: Unit, *, may_keep: bool, is_recomputed: bool) -> None:
+        """Reshard a unit, and keep its parameters if they are used again soon.
+
+        A unit that is recomputed inside a backward is used again at once.
+        """
+        held_bytes = unit.live_bytes
+        keeps = may_keep and unit.moves and self._is_near(unit, is_recomputed=is_recomputed)
+        unit.reshard(keeps_for=self._store if keeps else None)
+        if unit.is_kept:
+            self._kept.add(unit.index)
+            self.make_room(None)
+            self._store.ledger.observe(KEPT, sum(self._units[at].live_bytes for at in self._kept))
+        elif self._store.device.is_host:
+            self._store.heap.freed(held_bytes)
+
+    def make_room(self, unit: Unit | None) -> None:
+        """Let kept units go until one that is about to be unsharded fits, the last used first."""
+        if unit is not None and unit.index in self._kept:
+            self._kept.remove(unit.index)
+            return
+        if unit is not None and unit.is_unsharded:
+            return
+        needed_bytes = unit.full_bytes - unit.live_bytes if unit is not None else 0
+        needed = unit.numel if unit is not None else 0
+        while self._kept and not self._fits(needed_bytes, needed):
+            distances = {at: self._order.distance(at, self._numel_of) for at in self._kept}
+            furthest = max(
+                distances, key=lambda at: (distances[at] is None, distances[at] or 0, at)
+            )
+            self._drop(furthest)
+
+    def drop_all(self) -> None:
+        """Free everything that is kept."""
+        for at in tuple(self._kept):
+            self._drop(at)
+
+    def _is_near(self, unit: Unit, *, is_recomputed: bool) -> bool:
+        limit = self._limits.reuse_numel
+        if not limit or is_recomputed:
+            return bool(limit)
+        distance = self._order.distance(unit.index, self._numel_of)
+        return distance is not None and distance <= limit
+
+    def _fits(self, size_bytes: int, numel: int) -> bool:
+        live = live_parameter_bytes(self._units) + size_bytes
+        live_numel = numel + sum(
+            each.numel
+            for each in self._units
+            if each.moves and (each.is_unsharded or each.index in self._kept)
+        )
+        planned = self._store.plan.live_parameter_bytes
+        return live <= planned and live_numel <= self._limits.live_numel
+
+    def _numel_of(self, at: int) -> int:
+        unit = self._units[at]
+        return unit.numel if unit.moves else 0
+
+    def _drop(self, at: int) -> None:
+        self._kept.remove(at)
+        unit = self._units[at]
+        held_bytes = unit.live_bytes
+        unit.drop_prefetched(self._store)
+        if self._store.device.is_host:
+            self._store.heap.freed(held_bytes)
