@@ -31,11 +31,11 @@ def update_seconds(request: PlacementRequest, rates: UpdateRates) -> tuple[float
     host copies nothing but parameters that rest on the device; gradients come to it during the
     backward. The device's own kernel takes next to nothing of either.
     """
-    lowest = lowest_tiers(request)
     numel = copied_in = copied_out = returned = 0
     for segment in request.segments:
         if not segment.trainable:
             continue
+        lowest = lowest_tiers(request, segment)
         shard_numel = segment.layout(request.world_size).shard_numel
         sizes = section_bytes(request, segment, shard_numel)
         elsewhere = {

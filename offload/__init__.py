@@ -41,6 +41,7 @@ from offload.ranges import (
     field_dtype,
     has_field,
     read_range,
+    stored_dtype,
     write_range,
 )
 from offload.report import LedgerReport, StepRecord
@@ -135,6 +136,7 @@ __all__ = [
     "resident_set_bytes",
     "round_like_store",
     "state_tensors",
+    "stored_dtype",
     "tensor_at",
     "tensor_span",
     "triton_unavailable_reason",

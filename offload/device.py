@@ -10,6 +10,8 @@ fence says when it has ended.
    it; between both directions only a fence orders.
 3. Device memory that a copy reads or writes is freed or overwritten by work that is issued after
    `Device.join` of its fence.
+4. Other work may run beside the device's own order, too: what ranks exchange. It begins once the
+   work issued before it is done, and a copy that it waits for; the three rules are its own as well.
 A slot keeps the fence of the last copy that used it, and whoever takes it next waits.
 """
 
@@ -17,7 +19,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import platform
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -106,6 +110,8 @@ class Device(abc.ABC):
     torch_device: torch.device
     is_host: bool
     """Whether device memory is host memory: nothing is copied then."""
+    identity: str = ""
+    """What no other device of any node is called; the host has no name."""
 
     def __init__(self) -> None:
         self.copied_bytes = {"in": 0, "out": 0}
@@ -121,6 +127,15 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def join(self, fence: Fence) -> None:
         """Let the work that is issued from here on begin after a copy has ended."""
+
+    @abc.abstractmethod
+    def beside(
+        self, work: Callable[[], object], memory: torch.Tensor, after: Fence = PASSED
+    ) -> Fence:
+        """Issue work that runs beside what is issued later; it reads and writes `memory` alone.
+
+        It begins after a copy, and everything that was issued before.
+        """
 
     @abc.abstractmethod
     def settle(self) -> None:
@@ -198,6 +213,16 @@ class HostDevice(Device):
     def join(self, fence: Fence) -> None:
         """Do nothing: every copy has ended."""
 
+    def beside(
+        self,
+        work: Callable[[], object],
+        memory: torch.Tensor,  # noqa: ARG002  nothing is in flight
+        after: Fence = PASSED,  # noqa: ARG002
+    ) -> Fence:
+        """Do the work now."""
+        work()
+        return PASSED
+
     def settle(self) -> None:
         """Do nothing: every copy has ended."""
 
@@ -207,14 +232,16 @@ class HostDevice(Device):
 
 
 class CudaDevice(SeparateDevice):
-    """A GPU, with a stream for copies in and one for copies out beside that of its work."""
+    """A GPU, with streams for copies in, copies out and exchanges beside that of its work."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
         self.torch_device = torch.device("cuda", index)
+        self.identity = _identity(index)
         self._index = index
         self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._beside = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def _start(self, way: str, source: Memory, target: Memory, after: Fence) -> Fence:
         """Copy on the stream of the direction."""
@@ -224,6 +251,23 @@ class CudaDevice(SeparateDevice):
             stream.wait_event(after.event)
         with torch.cuda.stream(stream):
             _bytes(target).copy_(_bytes(source), non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+        return _CudaFence(event)
+
+    def beside(
+        self,
+        work: Callable[[], object],
+        memory: torch.Tensor,  # noqa: ARG002  its caller keeps it until the fence was joined
+        after: Fence = PASSED,
+    ) -> Fence:
+        """Issue work on a stream of its own."""
+        stream = self._beside
+        stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        if isinstance(after, _CudaFence):
+            stream.wait_event(after.event)
+        with torch.cuda.stream(stream):
+            work()
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return _CudaFence(event)
@@ -239,9 +283,9 @@ class CudaDevice(SeparateDevice):
             torch.cuda.current_stream(self._index).wait_event(fence.event)
 
     def settle(self) -> None:
-        """Wait for both streams of copies."""
-        self._in.synchronize()
-        self._out.synchronize()
+        """Wait for the streams beside that of the device's own work."""
+        for stream in (self._in, self._out, self._beside):
+            stream.synchronize()
 
     def arena(self, size_bytes: int) -> HostArena:
         """Return memory that is registered with CUDA, or plain memory and a warning."""
@@ -274,6 +318,13 @@ def _bytes(memory: Memory) -> torch.Tensor:
     if isinstance(memory, DeviceMemory):
         return memory.bytes
     return torch.frombuffer(memory.view(), dtype=torch.uint8)
+
+
+def _identity(index: int) -> str:
+    """Return what CUDA calls a GPU, wherever it is; an older torch knows only where it is."""
+    properties = torch.cuda.get_device_properties(index)
+    uuid = getattr(properties, "uuid", None)
+    return f"GPU-{uuid}" if uuid is not None else f"{platform.node()} cuda:{index}"
 
 
 def open_cuda_device(index: int) -> Device:

@@ -38,6 +38,7 @@ from offload.pager import Pager, PagerFailedError
 from offload.residents import Residents
 from offload.slots import Slot, carve_slots
 from offload.transfers import SlotTransfers
+from offload.whole_records import WholeRecords
 
 _GRADIENT = frozenset({Section.GRADIENT})
 _MEASURED_BYTES = 16 << 20
@@ -172,10 +173,9 @@ class Store:
         self.slots: Sequence[Slot] = ()
         self.transfers: SlotTransfers | None = None
         self.copies = parts.kept.copies if parts.kept is not None else Copies()
-        if self.swap_file is not None and plan.slots.count:
-            self.slots = carve_slots(self.slot_arena, plan.slots)
-            self.transfers = _open_transfers(self, self.swap_file, parts)
-            self.pager = Pager(self.transfers, self.slots, self.ledger, burst=parts.burst)
+        _open_pager(self, parts)
+        self.whole_records = _open_whole_records(self, parts)
+        """What an optimizer of whole tensors keeps."""
         _describe(self.ledger, plan, parts.device)
 
     # Parameters
@@ -303,6 +303,7 @@ class Store:
             self.swap_file.close()
             self.swap_file = None
         self.slots = ()
+        self.whole_records.close()
         self.slot_arena.close()
         self.residents.close()
 
@@ -380,6 +381,19 @@ def _open_transfers(store: Store, swap_file: TransferFile, parts: StoreParts) ->
         _measure_schedule(store.engine, swap_file, store.slot_arena)
     copies = parts.kept.copies if parts.kept is not None else None
     return SlotTransfers(store.engine, swap_file, store.ledger, verify=parts.verify, copies=copies)
+
+
+def _open_pager(store: Store, parts: StoreParts) -> None:
+    if store.swap_file is not None and store.plan.slots.count:
+        store.slots = carve_slots(store.slot_arena, store.plan.slots)
+        store.transfers = _open_transfers(store, store.swap_file, parts)
+        store.pager = Pager(store.transfers, store.slots, store.ledger, burst=parts.burst)
+
+
+def _open_whole_records(store: Store, parts: StoreParts) -> WholeRecords:
+    io = (parts.engine, store.swap_file)
+    copies = parts.kept.copies if parts.kept is not None else None
+    return WholeRecords(store.plan, io, store.ledger, verify=parts.verify, copies=copies)
 
 
 def _describe(ledger: Ledger, plan: MemoryPlan, device: Device) -> None:

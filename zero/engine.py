@@ -225,12 +225,12 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             self._run_update(self.optimizer, norm)
             self._step_applied = True
         else:
-            self._skip_update(norm, reducer.not_finite)
+            self._skip_update(norm, reducer.norm.not_finite)
         self._restart_window()
         self.global_steps += 1
         self._global_samples += self.train_batch_size()
         self._close_step()
-        self.loss_scaler.update_scale(not math.isfinite(norm), reducer.not_finite)
+        self.loss_scaler.update_scale(not math.isfinite(norm), reducer.norm.not_finite)
         if self.lr_scheduler is not None and math.isfinite(norm):
             step_schedule(self.lr_scheduler)
         if self.durable is not None:
@@ -446,7 +446,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             )
         self.wait_for_checkpoint()
         self._runtime.scheduler.recover()
-        if any(unit.is_held for unit in self._runtime.units):
+        if any(unit.is_held or unit.is_in_window for unit in self._runtime.units):
             raise RuntimeError(
                 "parameters can be resized, frozen and unfrozen outside of"
                 " zero.GatheredParameters blocks; leave the block before the next forward"

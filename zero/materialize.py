@@ -59,7 +59,7 @@ def seal_segment(segment: Segment, store: Store, communicator: Communicator) -> 
         pieces.setdefault(piece.index, []).append((piece.first, piece.start, piece.numel))
     with torch.no_grad():
         for index, member in enumerate(segment.members):
-            values = _full_values(member.parameter, communicator)
+            values = _full_values(member.parameter, communicator, store.device.torch_device)
             for first, start, numel in pieces.get(index, []):
                 own = values[first : first + numel].to(target.device)
                 target[start : start + numel] = own.float()
@@ -72,14 +72,19 @@ def seal_segment(segment: Segment, store: Store, communicator: Communicator) -> 
     segment.attach(store)
 
 
-def _full_values(parameter: nn.Parameter, communicator: Communicator) -> torch.Tensor:
-    """Return the values of a parameter, flat: rank 0's, or those that `zero.Init` has sharded."""
+def _full_values(
+    parameter: nn.Parameter, communicator: Communicator, device: torch.device
+) -> torch.Tensor:
+    """Return the values of a parameter, flat: rank 0's, or those that `zero.Init` has sharded.
+
+    Rank 0's pass through the device, wherever each rank has built its model.
+    """
     reference = reference_of(parameter)
     if reference is not None and isinstance(reference.source, NurserySource):
         return reference.source.read().reshape(-1)
     values = parameter.detach().contiguous().reshape(-1)
     if communicator.world_size > 1:
-        values = values.clone()
+        values = values.to(device, copy=True)
         communicator.broadcast(values, 0)
     return values
 
@@ -117,7 +122,7 @@ def seal_units(runtime: Runtime, init_fn: InitFunction | None, progress: StartPr
     with torch.no_grad():
         for buffer in model.buffers():
             if runtime.communicator.world_size > 1:
-                values = buffer.contiguous()
+                values = buffer.to(runtime.store.device.torch_device).contiguous()
                 runtime.communicator.broadcast(values, 0)
                 buffer.copy_(values)
 

@@ -22,6 +22,7 @@ from estimators import (
     SegmentSpec,
     Tier,
     UpdateRule,
+    WholeTensors,
     device_is_sooner,
     plan_placement,
 )
@@ -44,7 +45,7 @@ from zero.optimizer import UpdateGroup, ZeroOptimizer, make_optimizer, update_gr
 from zero.settings import NvmeSettings, Settings
 from zero.state_formats import choose_formats
 from zero.swap_paths import check_paths, describe_paths
-from zero.units import UnitBlueprint, form_units
+from zero.units import Grouping, UnitBlueprint, form_units
 from zero.whole import WholeOptimizer
 
 NVME_ALIGNMENT_BYTES = 4096
@@ -204,17 +205,24 @@ def make_blueprint(
     """Decide units and placement, and check that the disk can hold the plan."""
     changes = changes or Changes()
     device = open_device(settings.tiers.device)
-    _check_device(device, settings, world_size)
+    _check_device(device, settings)
     groups = update_groups(optimizer, changes.births)
     units = form_units(
         model,
         [group.parameters for group in groups],
-        settings.element,
-        settings.gradient_element,
+        Grouping(
+            settings.element,
+            settings.gradient_element,
+            settings.persistence.where(
+                stage=settings.stage,
+                world_size=world_size,
+                parameter_tier=settings.parameter_offload.tier,
+                device_is_host=device.is_host,
+            ),
+        ),
         changes.numels,
         changes.replaced,
         choose_formats(model, settings),
-        world_size,
     )
     rates = (
         changes.recalled.rates
@@ -271,22 +279,24 @@ def _placement_request(
         slot_count=settings.tiers.slot_count,
         micro_batches=settings.batch.accumulation_steps,
         rates=rates,
+        prefetch_numel=settings.prefetch_numel,
+        live_numel=settings.live_numel,
         durable=settings.tiers.durable is not None,
         device_is_host=device.is_host,
         update_on_device=not device.is_host and updates_on_device(settings, rule),
         replicates=settings.stage < 3,
         rule=rule,
-        whole_bytes=_whole_bytes(optimizer, units, world_size),
+        whole=_whole_tensors(optimizer, units, world_size),
     )
 
 
-def _whole_bytes(
+def _whole_tensors(
     optimizer: ZeroOptimizer | None, units: Sequence[UnitBlueprint], world_size: int
-) -> int:
+) -> WholeTensors:
     if optimizer is None or not isinstance(optimizer.fused, WholeOptimizer):
-        return 0
+        return WholeTensors()
     members = [each for unit in units for _, members in unit.segments for each in members]
-    return optimizer.fused.assign(members, optimizer.param_groups, world_size)
+    return optimizer.fused.assign(members, optimizer.param_groups, world_size, NVME_ALIGNMENT_BYTES)
 
 
 def _choose_update_device(
@@ -324,16 +334,11 @@ def updates_on_device(settings: Settings, rule: UpdateRule | GenericRule) -> boo
     return False
 
 
-def _check_device(device: Device, settings: Settings, world_size: int) -> None:
+def _check_device(device: Device, settings: Settings) -> None:
     if device.is_host and settings.tiers.update_device == "device":
         raise ConfigError(
             'tiers.update_device is "device", but the model computes on the processor; write "auto"'
             ' or "cpu"'
-        )
-    if world_size > 1 and not device.is_host:
-        raise ConfigError(
-            f"{world_size} ranks cannot train on {device.torch_device.type} in this version; start"
-            ' one rank, or set tiers.device to "cpu"'
         )
 
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from estimators import SubGroup
+from estimators import CODE_BLOCK_NUMEL, SubGroup
 from offload import Field
 from offload.groups import read_group
+from offload.ranges import MOMENTS
+from offload.state import decode_stored
 from zero.buffers import check_buffers
 from zero.carried import (
     Data,
@@ -26,9 +28,10 @@ from zero.carried import (
 from zero.checkpoint.background import BackgroundSave
 from zero.checkpoint.deepspeed import PeerLoading
 from zero.checkpoint.deepspeed_files import find_peer
-from zero.checkpoint.directory import LATEST, check_tag, find, read_latest
+from zero.checkpoint.directory import LATEST, check_tag, find, finish_removals, read_latest
 from zero.checkpoint.load import CheckpointFiles, PieceIndex, ShardLoader, verify_blocks
 from zero.checkpoint.manifest import (
+    BASE,
     CLIENT,
     DTYPES,
     STATE,
@@ -39,7 +42,7 @@ from zero.checkpoint.manifest import (
     names_of,
     read_manifest,
 )
-from zero.checkpoint.save import Save, SaveRequest, agree, open_disk_engine
+from zero.checkpoint.save import Save, SaveRequest, agree, helper_count, open_disk_engine
 from zero.checkpoint.whole_states import WholeStates
 from zero.errors import CheckpointError, RunStateError
 from zero.integrity import adopt_replaced
@@ -108,9 +111,15 @@ def save_checkpoint(engine: ZeroEngine, request: SaveRequest, *, blocking: bool)
 
 
 def wait_for_checkpoint(engine: ZeroEngine) -> Path | None:
-    """Wait for a save that a thread goes on with; return its folder, or None if there is none."""
+    """Wait for a save that a thread goes on with; return its folder, or None if there is none.
+
+    What it, or another, has replaced is gone as well.
+    """
     pending, engine.pending_save = engine.pending_save, None
-    return pending.wait() if pending is not None else None
+    try:
+        return pending.wait() if pending is not None else None
+    finally:
+        finish_removals()
 
 
 def _changing(runtime: Runtime, group: SubGroup, *, blocking: bool) -> frozenset[Field]:
@@ -192,6 +201,7 @@ class _Loading:
             self._carried = self._saved_carried()
             self._whole_states = WholeStates(engine, manifest, self._names)
         RunState.from_json(json.dumps(self._rank.run), {})
+        self._helpers = helper_count(engine._runtime.communicator)
         self._io = open_disk_engine(path)
 
     @classmethod
@@ -218,7 +228,7 @@ class _Loading:
             check_buffers(engine.module, state.value("buffers"), strict=request.strict)
             client = from_plain(self._rank.client, tensors[CLIENT])
             if request.verify or (request.verify is None and engine._history.updates):
-                verify_blocks(self.files, self._io)
+                verify_blocks(self.files, self._io, self._helpers)
             notes = self._replace(state)
         finally:
             self._io.close()
@@ -243,7 +253,7 @@ class _Loading:
         keeps_window = states and window_survives(engine, state)
         try:
             loader = ShardLoader(engine._runtime, self.files, self._names)
-            loader.load(self._io, states=states, gradients=keeps_window)
+            loader.load(self._io, self._helpers, states=states, gradients=keeps_window)
             notes = self._note_frozen() if states else []
             if states:
                 self._keep_waiting()
@@ -355,15 +365,27 @@ class _Loading:
 
     def _whole(self, entry: TensorEntry, section: str) -> torch.Tensor:
         """Read a whole section of one tensor, flat, fp32; zeros if it was not saved."""
+        index = PieceIndex(self._manifest)
         values = torch.zeros(entry.numel)
-        found = list(PieceIndex(self._manifest).blocks(entry.name, section, 0, entry.numel))
+        if not index.has(entry.name, section):
+            return values
+        found = self._joined(index, entry.name, section, entry.numel)
+        bases = None
+        if index.has(entry.name, section + BASE):
+            count = -(-entry.numel // CODE_BLOCK_NUMEL)
+            bases = self._joined(index, entry.name, section + BASE, count).numpy()
+        values[:] = decode_stored(MOMENTS[self._engine._runtime.states[section]], found, bases)
+        return values
+
+    def _joined(self, index: PieceIndex, name: str, section: str, numel: int) -> torch.Tensor:
+        """Read a section as it was saved."""
+        found = list(index.blocks(name, section, 0, numel))
+        values = torch.zeros(numel, dtype=DTYPES[found[0][0][0].dtype])
         start = 0
-        for (block, span), (_, _, count) in zip(
-            self.files.read(self._io, iter([each[0] for each in found])), found, strict=True
-        ):
-            dtype = DTYPES[block[0].dtype]
-            values[start : start + count] = torch.frombuffer(span.view(), dtype=dtype)
-            start += count
+        for _, span in self.files.read(self._io, iter([block for block, _, _ in found])):
+            part = torch.frombuffer(span.view(), dtype=values.dtype)
+            values[start : start + part.numel()] = part
+            start += part.numel()
         return values
 
     def _note_frozen(self) -> list[str]:

@@ -129,6 +129,11 @@ class Tiers(Section):
         "checkpoints that stay in a folder when another is saved there; null keeps all",
         default=None,
     )
+    checkpoints_as_stored: _SWITCH = key(
+        "save moments in the types in which they rest (bf16, 8-bit codes) instead of fp32: smaller"
+        " checkpoints with the same values",
+        default=False,
+    )
 
 
 class Aio(Section):
