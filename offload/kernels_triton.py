@@ -117,7 +117,7 @@ def _launch(
         options = {**_OPTIONS, "num_warps": shape.warps}
         if shape.registers is not None:
             options["maxnreg"] = shape.registers
-        with torch.cuda.device(first.device):
+        with torch.cuda.device(first.get_device()):
             kernel[(min(tiles, most) if most else tiles,)](
                 *operands, numel, **constants, TILE=shape.tile, **options
             )
@@ -131,6 +131,12 @@ def _processors(device: torch.device) -> int:
 def _as_int32(word: int) -> int:
     """Return the number with the same 32 bits that Triton takes for an int32, whatever they are."""
     return (word & 0xFFFF_FFFF ^ 0x8000_0000) - 0x8000_0000
+
+
+@functools.lru_cache(maxsize=64)
+def _values(scalars: UpdateScalars) -> tuple[float, ...]:
+    """Return the scalars of an update in order; a step has one set for each parameter group."""
+    return tuple(float(getattr(scalars, each.name)) for each in dataclasses.fields(scalars))
 
 
 def _bases(state: StateArrays) -> tuple[Tensor | None, ...]:
@@ -164,7 +170,7 @@ class TritonKernels(UpdateCalls):
         )
         is_fp16 = param.dtype is torch.float16
         how = _KEPT.get(kept, _WHOLE_FP16 if is_fp16 else _WHOLE_BF16)
-        values = tuple(float(each) for each in dataclasses.astuple(scalars))
+        values = _values(scalars)
         first, high = (key.first + key.low, key.high) if key is not None else (0, 0)
         _launch(
             update,
@@ -201,6 +207,6 @@ class TritonKernels(UpdateCalls):
         count = triton.cdiv(lead + values.numel(), BLOCK_NUMEL) if values.numel() else 0
         sums = torch.empty(count, dtype=torch.float64, device=values.device)
         if count:
-            with torch.cuda.device(values.device):
+            with torch.cuda.device(values.get_device()):
                 _block_sums[(count,)](values, sums, lead, values.numel(), num_warps=2, **_OPTIONS)
         return sums
