@@ -322,8 +322,8 @@ def test_what_does_not_fit_is_refused_with_its_numbers(scratch: Path) -> None:
 def test_muon_by_name_is_muon_and_adamw(scratch: Path) -> None:
     """Matrices but embeddings and the output layer by Muon, each with its own rate.
 
-    Without clipping gradients have the bits of unsharded torch's. Muon works in bf16, where an ulp of
-    difference may grow to a thousandth of an update.
+    Without clipping gradients have the bits of unsharded torch's. Muon works in bf16, where an ulp
+    of difference may grow to a thousandth of an update.
     """
     model = make_model()
     options = config("nvme", scratch, host_memory="62KB", clip=0.0)
