@@ -50,6 +50,7 @@ from zero.replan import keep_moments
 from zero.run_state import RestoreParts, RunState, restore, window_survives
 from zero.runtime import Runtime
 from zero.units import ManagedParameter
+from zero.update_rules import FusedOptimizer
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine
@@ -172,6 +173,18 @@ def _load_peer(engine: ZeroEngine, request: LoadRequest, path: Path) -> tuple[Pa
     return path, client
 
 
+def moments_go_on(engine: ZeroEngine, manifest: Manifest) -> bool:
+    """Tell whether saved moments are those of the optimizer that there is.
+
+    A momentum that was saved by itself is no exp_avg whose exp_avg_sq is missing: AdamW would take
+    it for one of many steps, and divide it by the root of nothing.
+    """
+    optimizer = engine.optimizer
+    if optimizer is None or not isinstance(optimizer.fused, FusedOptimizer):
+        return True
+    return set(manifest.states) == set(engine._runtime.states)
+
+
 class _Loading:
     """One load, after everything that can be checked without reading data was checked."""
 
@@ -184,6 +197,7 @@ class _Loading:
         self._request = request
         self._manifest = manifest
         self._names = match_names(engine, manifest, strict=request.strict)
+        self._moments_go_on = moments_go_on(engine, manifest)
         ranks = manifest.ranks
         rank = engine.global_rank if engine.global_rank < len(ranks) else 0
         self._rank: RankEntry = ranks[rank]
@@ -242,13 +256,18 @@ class _Loading:
         store = engine._runtime.store
         keeps_window = states and window_survives(engine, state)
         try:
-            loader = ShardLoader(engine._runtime, self.files, self._names)
+            loader = ShardLoader(
+                engine._runtime, self.files, self._names, anew=not self._moments_go_on
+            )
             loader.load(self._io, states=states, gradients=keeps_window)
             notes = self._note_frozen() if states else []
             if states:
                 self._keep_waiting()
             parts = RestoreParts(
-                run=not request.module_only, optimizer=states, scheduler=request.scheduler
+                run=not request.module_only,
+                optimizer=states,
+                scheduler=request.scheduler,
+                moments=self._moments_go_on,
             )
             notes += restore(engine, state, parts, strict=request.strict)
         except BaseException:
@@ -298,13 +317,16 @@ class _Loading:
         self._whole_states.adopt(self._read_piece)
 
     def _births(self, updates: int) -> dict[int, int]:
-        """Return the births of what is trained, where they are not zero."""
+        """Return the births of what is trained, where they are not zero.
+
+        Where moments begin anew all parameters are as if they had not been trained yet.
+        """
         saved = names_of(self._manifest.tensors)
         births = {}
         for segment in self._engine._runtime.segments:
             for member in segment.members:
                 entry = saved.get(self._names.get(member.name, ""))
-                steps = entry.steps if entry is not None else None
+                steps = entry.steps if entry is not None and self._moments_go_on else None
                 if segment.spec.trainable and (steps or 0) != updates:
                     births[id(member.parameter)] = updates - (steps or 0)
         return births
@@ -336,7 +358,7 @@ class _Loading:
         saved = names_of(self._manifest.tensors)
         index = PieceIndex(self._manifest)
         for segment in engine._runtime.segments:
-            if segment.spec.trainable:
+            if segment.spec.trainable or not self._moments_go_on:
                 continue
             for member in segment.members:
                 entry = saved.get(self._names.get(member.name, ""))
