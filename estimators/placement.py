@@ -134,7 +134,7 @@ def in_play_bytes(request: PlacementRequest) -> int:
 def minimum_host_bytes(request: PlacementRequest) -> int:
     """Return the smallest host budget of one rank that `plan_placement` takes."""
     must_stay = _must_stay_bytes(request)
-    if Tier.NVME not in lowest_tiers(request).values():
+    if not _may_page(request):
         return must_stay
     paging = must_stay + _smallest_slot_bytes(request)
     return paging if _is_capped(request) else min(paging, in_play_bytes(request))
@@ -290,19 +290,31 @@ def _check_other_tiers(plan: MemoryPlan, budget: Budget) -> None:
             needed_bytes=plan.swap_file_bytes,
         )
     if budget.device_bytes is not None and plan.device_bytes > budget.device_bytes:
+        kept_bytes = plan.persistent_bytes
+        stay = (
+            f"; small parameters that stay take {kept_bytes} of them, fewer with a lower"
+            " stage3_param_persistence_threshold"
+            if kept_bytes
+            else ""
+        )
         raise PlanError(
             f"the plan needs {plan.device_bytes} bytes of device memory a rank, device_memory"
             f" gives {budget.device_bytes}; set tiers.device_memory to at least"
-            f" {plan.device_bytes * budget.ranks}, or offload more",
+            f" {plan.device_bytes * budget.ranks}, or offload more{stay}",
             needed_bytes=plan.device_bytes,
         )
 
 
 def _pages(request: PlacementRequest, budget: Budget) -> bool:
     """Tell whether anything must rest on NVMe."""
-    if Tier.NVME not in lowest_tiers(request).values():
+    if not _may_page(request):
         return False
     return _is_capped(request) or in_play_bytes(request) > budget.host_bytes
+
+
+def _may_page(request: PlacementRequest) -> bool:
+    """Tell whether anything may rest on NVMe."""
+    return any(Tier.NVME in lowest_tiers(request, each).values() for each in request.segments)
 
 
 def _is_capped(request: PlacementRequest) -> bool:
@@ -310,7 +322,11 @@ def _is_capped(request: PlacementRequest) -> bool:
     cap = request.max_host_parameter_numel
     if cap is None or request.parameter_tier is not Tier.NVME:
         return False
-    return cap < sum(each.layout(request.world_size).shard_numel for each in request.segments)
+    return cap < sum(
+        each.layout(request.world_size).shard_numel
+        for each in request.segments
+        if not each.persistent
+    )
 
 
 def _whole_bytes(request: PlacementRequest, tiers: tuple[Tier, ...]) -> int:
@@ -318,12 +334,11 @@ def _whole_bytes(request: PlacementRequest, tiers: tuple[Tier, ...]) -> int:
 
     Each sub-group has the padding of its own record.
     """
-    lowest = lowest_tiers(request)
     return sum(
         resident_bytes(size)
         for segment, bounds in zip(request.segments, _cut(request, None), strict=True)
         for section, size in _bytes_of(request, segment, bounds).items()
-        if lowest[section] in tiers
+        if lowest_tiers(request, segment)[section] in tiers
     )
 
 
@@ -385,7 +400,7 @@ class _Pinning:
         self._request = request
         self._left_bytes = host_bytes
         self._device_left_bytes = device_bytes
-        self._lowest = lowest_tiers(request)
+        self._lowest = [lowest_tiers(request, segment) for segment in request.segments]
         cap = request.max_host_parameter_numel
         self._parameters_left_numel = cap if request.parameter_tier is Tier.NVME else None
 
@@ -397,7 +412,7 @@ class _Pinning:
     def run(self, parts: list[list[_Part]]) -> None:
         """Set the tiers of all parts of all segments; some part may be cut in two."""
         for section, segment in self._classes():
-            lowest = self._lowest[section]
+            lowest = self._lowest[segment][section]
             if lowest is Tier.DEVICE or self._takes_device(section, segment, parts[segment]):
                 for part in parts[segment]:
                     part.tiers[section] = Tier.DEVICE
@@ -422,7 +437,7 @@ class _Pinning:
             updated = spec.trainable and self._request.trains
             for section in section_bytes(self._request, spec, 0):
                 moves = moves_per_step(section, self._request.micro_batches, updated=updated)
-                is_optional = self._lowest[section] is Tier.NVME
+                is_optional = self._lowest[index][section] is Tier.NVME
                 rank = _PINNING_ORDER.index(section)
                 ordered.append((is_optional, -rates.seconds(*moves), rank, index, section))
         for _, _, _, index, section in sorted(ordered):
@@ -450,7 +465,7 @@ class _Pinning:
                 if numel:
                     parts.insert(position, part.split(numel))
                 else:
-                    part.tiers[section] = self._lowest[section]
+                    part.tiers[section] = self._lowest[segment][section]
                     continue
             size_bytes = section_bytes(self._request, spec, numel)[section]
             self._left_bytes -= resident_bytes(held_bytes + size_bytes) - resident_bytes(held_bytes)

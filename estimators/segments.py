@@ -40,13 +40,16 @@ class SegmentSpec:
     """Type that gradients accumulate in; None is the parameters' own."""
     state_format: StateFormat | None = None
     """How its state is stored where that is not as for the rest of the model."""
+    persistent: bool = False
+    """Whether each rank keeps all of it on the device, see [Note: persistent parameters]."""
 
     @property
     def name(self) -> str:
         """Name for people: unit, type and group."""
         kind = "trainable" if self.trainable else "frozen"
         kept = f", {self.state_format.value}" if self.state_format is not None else ""
-        return f"{self.unit}[{self.element.value}, {kind}, group {self.param_group}{kept}]"
+        stays = ", persistent" if self.persistent else ""
+        return f"{self.unit}[{self.element.value}, {kind}, group {self.param_group}{kept}{stays}]"
 
     @property
     def gradient(self) -> ElementType:
@@ -106,6 +109,10 @@ class PlacementRequest:
     """Whether the device is the processor: then what rests on the host is used where it rests."""
     update_on_device: bool = False
     """Whether state passes through a device that is not the host, to be updated there."""
+    prefetch_numel: int | None = None
+    """Most elements of a unit that is copied to a device ahead of its use; None: of any."""
+    live_numel: int | None = None
+    """Most elements of unsharded parameters at which that is still done; None: any."""
     durable: bool = False
     """Whether the swap file has two copies of parameters and state, resident ones too."""
     replicates: bool = False

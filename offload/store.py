@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from estimators import (
     Section,
     SubGroup,
 )
-from estimators.records import section_bytes
+from estimators.records import section_bytes, staged_offsets
 from offload.arrays import clear_bytes
 from offload.copies import Copies
 from offload.device import (
@@ -108,14 +108,38 @@ class StoreParts:
         return self.engine.create_file(self.directory, size_bytes)
 
 
+class SubGroupSizes:
+    """Sizes of the sections of sub-groups, worked out once: every step asks for them."""
+
+    def __init__(self, plan: MemoryPlan) -> None:
+        self._plan = plan
+        self._sections: dict[int, Mapping[Section, int]] = {}
+        self._staged: dict[int, Mapping[Section, int]] = {}
+
+    def sections(self, group: SubGroup) -> Mapping[Section, int]:
+        """Return the bytes of each section, unpadded."""
+        if group.index not in self._sections:
+            request = self._plan.request
+            spec = request.segments[group.segment]
+            self._sections[group.index] = section_bytes(request, spec, group.numel)
+        return self._sections[group.index]
+
+    def staged(self, group: SubGroup) -> Mapping[Section, int]:
+        """Return where sections that do not rest on the device lie in a buffer of its update."""
+        if group.index not in self._staged:
+            request = self._plan.request
+            spec = request.segments[group.segment]
+            self._staged[group.index] = staged_offsets(request, spec, group)
+        return self._staged[group.index]
+
+
 class Store:
     """Allocates exactly what the plan says, once, and moves sections between tiers."""
 
     def __init__(self, plan: MemoryPlan, parts: StoreParts) -> None:
         self.plan = plan
-        self.ledger = parts.ledger
-        self.kernels = parts.kernels
-        self.device = parts.device
+        self.sizes = SubGroupSizes(plan)
+        self.ledger, self.kernels, self.device = parts.ledger, parts.kernels, parts.device
         self.device_kernels: DeviceKernels = load_device_kernels(parts.device.torch_device)
         """For what lies on a device that is not the host."""
         self.heap = HeapTrimmer()
@@ -291,10 +315,9 @@ class Store:
             return slot.section(section)
         return self.residents.part(section, group)
 
-    def section_bytes(self, group: SubGroup) -> dict[Section, int]:
+    def section_bytes(self, group: SubGroup) -> Mapping[Section, int]:
         """Return the bytes of each section of a sub-group, unpadded."""
-        spec = self.plan.request.segments[group.segment]
-        return section_bytes(self.plan.request, spec, group.numel)
+        return self.sizes.sections(group)
 
     # Internals
 

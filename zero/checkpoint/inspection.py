@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from zero.checkpoint.load import CheckpointFiles, verify_blocks
 from zero.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from zero.checkpoint.safetensors_files import check_header
 from zero.errors import CheckpointError
+
+_TYPE_NAMES = {"F32": "fp32", "BF16": "bf16", "U8": "8-bit codes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +131,22 @@ def summarise(folder: Path, manifest: Manifest) -> Summary:
         tuple((each.name, *each.aliases) for each in manifest.tensors if each.aliases),
         {
             "optimizer": optimizer["type"] if optimizer else None,
+            "optimizer state": _state_types(manifest),
             "schedule": schedule["type"] if schedule else None,
             "batch": run.get("batch"),
             "micro-batches of the window": run["window"]["micro_batches"],
         },
     )
+
+
+def _state_types(manifest: Manifest) -> str | None:
+    """Say in which types the states of the optimizer were saved."""
+    found = {
+        _TYPE_NAMES.get(piece.dtype, piece.dtype)
+        for _, piece in manifest.pieces()
+        if piece.section in manifest.states
+    }
+    return " and ".join(sorted(found)) or None
 
 
 def can_resume(path: str | Path, tag: str | None = None) -> tuple[bool, str]:
@@ -153,9 +167,9 @@ def verify(path: str | Path, tag: str | None = None) -> int:
     folder = locate(Path(path), tag)
     inspect(folder)
     manifest = read_manifest(folder)
-    io = open_engine("threads")
+    io = open_engine("auto")
     try:
         with CheckpointFiles(folder, manifest) as files:
-            return verify_blocks(files, io)
+            return verify_blocks(files, io, len(os.sched_getaffinity(0)))
     finally:
         io.close()

@@ -4,7 +4,9 @@
 sections: its weight (the fp32 master if it is trained, else its own type), the states of its
 optimizer by name, and its gradient if a window is half accumulated. A piece is a range of logical
 elements and lies whole in one file. For every tensor and section the pieces tile all elements;
-there is nothing in a manifest that depends on world size, tiers or formats. Every
+there is nothing in a manifest that depends on world size or tiers. States are in fp32, or, if that
+was asked for, as they were stored: in bf16, or as 8-bit codes, whose bases are a section of their
+own, one for each `CODE_BLOCK_NUMEL` logical elements. Every
 `CHECKSUM_NUMEL` elements of a piece have a checksum; the manifest has one of itself.
 
 All that is read here was written by somebody else: names lead out of no folder, sizes are compared
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 import xxhash
 
+from estimators import CODE_BLOCK_NUMEL
 from zero.errors import CheckpointError
 
 FORMAT = "tierzero checkpoint"
@@ -30,6 +33,9 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 CHECKSUM_NUMEL = 1 << 18
 """Elements under one checksum."""
+
+BASE = ".base"
+"""What the section of the bases of codes is called, after the section of the codes."""
 
 WEIGHT = "weight"
 GRADIENT = "gradient"
@@ -51,6 +57,7 @@ DTYPES = {
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "U16": torch.uint16,
     "BOOL": torch.bool,
 }
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -328,15 +335,32 @@ def _check_tiles(path: Path, manifest: Manifest) -> None:
         if piece.name not in known:
             raise CheckpointError(f"{path}: {piece.key} belongs to no tensor")
         found.setdefault((piece.name, piece.section), []).append(piece)
-    for (name, section), pieces in found.items():
-        if not _is_tiled(pieces, known[name].numel):
-            raise CheckpointError(
-                f"{path}: the pieces of {section} of {name} do not make up its"
-                f" {known[name].numel} elements; take another checkpoint"
-            )
+    for key, pieces in found.items():
+        _check_section(path, known[key[0]], key[1], pieces, found)
     for name, tensor in known.items():
         if tensor.numel and (name, WEIGHT) not in found:
             raise CheckpointError(f"{path}: tensor {name} has no values")
+
+
+def _check_section(
+    path: Path,
+    tensor: TensorEntry,
+    section: str,
+    pieces: Sequence[PieceEntry],
+    found: Mapping[tuple[str, str], Sequence[PieceEntry]],
+) -> None:
+    numel = tensor.numel
+    if section.endswith(BASE):
+        numel = -(-numel // CODE_BLOCK_NUMEL)
+    if not _is_tiled(pieces, numel):
+        raise CheckpointError(
+            f"{path}: the pieces of {section} of {tensor.name} do not make up its {numel}"
+            " elements; take another checkpoint"
+        )
+    if section not in (WEIGHT, GRADIENT) and pieces[0].dtype == "U8":
+        bases = found.get((tensor.name, section + BASE))
+        if not bases or bases[0].dtype != "U16":
+            raise CheckpointError(f"{path}: {section} of {tensor.name} has codes without bases")
 
 
 def _is_tiled(pieces: Sequence[PieceEntry], numel: int) -> bool:

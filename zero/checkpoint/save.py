@@ -10,6 +10,7 @@ folder in its place, or why it will not come.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from zero.checkpoint.directory import (
     PendingFolder,
     check_tag,
     prune,
-    replace_text,
+    show_text,
     write_synced,
 )
 from zero.checkpoint.layout import plan_file
@@ -32,7 +33,6 @@ from zero.checkpoint.manifest import (
     DTYPE_CODES,
     MANIFEST_NAME,
     STATE,
-    FileEntry,
     Manifest,
     RankEntry,
     TensorEntry,
@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 STALL_S = 600.0
 """How long a rank waits for the others while none of their files changes."""
 _POLL_S = 0.02
+_MOST_HELPERS = 3
+"""Each takes the interpreter lock some thousand times a gigabyte: more would wait for it instead of
+working."""
 
 _BEST_ENGINES: dict[int, str] = {}
 """What trying all engines on a file system has found; it takes longer than a small save."""
@@ -69,6 +72,7 @@ class SaveRequest:
     save_latest: bool = True
     exclude_frozen: bool = False
     keep_last: int | None = None
+    as_stored: bool = False
 
 
 class Save:
@@ -99,6 +103,7 @@ class Save:
                 {STATE: {**self._state.tensors, **self._state.late}, CLIENT: client},
                 _waiting(engine),
                 exclude_frozen=request.exclude_frozen,
+                as_stored=request.as_stored,
             )
         except Exception as error:  # noqa: BLE001  told to the other ranks, then raised
             problem = error
@@ -119,9 +124,10 @@ class Save:
         """
         try:
             entry = self.file.finish()
-            self._leave(f"{self._part(self._communicator.rank)}", self._rank_text(entry))
+            text = json.dumps(rank_data(RankEntry(entry, self._state.data, self._client)))
             if self._communicator.rank == 0:
-                return self._commit()
+                return self._commit(text)
+            self._leave(self._part(self._communicator.rank), text)
             return self._wait_for_commit()
         except BaseException as error:
             self.fail(error)
@@ -160,7 +166,10 @@ class Save:
         file: RankFile | None = None
         try:
             file = RankFile(
-                self._pending.path / file_name(self._communicator.rank), self._plan, self.io
+                self._pending.path / file_name(self._communicator.rank),
+                self._plan,
+                self.io,
+                helper_count(self._communicator),
             )
         except OSError as error:
             problem = CheckpointError(
@@ -181,22 +190,23 @@ class Save:
             raise RuntimeError("a rank without a file agreed to go on")
         return file
 
-    def _rank_text(self, entry: FileEntry) -> str:
-        return json.dumps(rank_data(RankEntry(entry, self._state.data, self._client)))
-
     def _part(self, rank: int) -> str:
         return f"part{rank:05}.json"
 
     def _leave(self, name: str, text: str) -> None:
-        replace_text(self._pending.path / name, text)
+        show_text(self._pending.path / name, text)
 
-    def _commit(self) -> Path:
+    def _commit(self, own: str) -> Path:
         world_size, path = self._communicator.world_size, self._pending.path
-        wanted = [path / self._part(rank) for rank in range(world_size)]
+        wanted = [path / self._part(rank) for rank in range(1, world_size)]
         self._wait(lambda: all(each.is_file() for each in wanted), "their parts")
-        ranks = tuple(parse_rank(json.loads(each.read_bytes())) for each in wanted)
+        texts = [own, *(each.read_text(encoding="utf-8") for each in wanted)]
         manifest = Manifest(
-            self._tensors, ranks, self._configuration, self.request.tag, self._states
+            self._tensors,
+            tuple(parse_rank(json.loads(each)) for each in texts),
+            self._configuration,
+            self.request.tag,
+            self._states,
         )
         write_synced(path / MANIFEST_NAME, manifest_text(manifest).encode())
         for each in wanted:
@@ -245,10 +255,19 @@ def open_disk_engine(directory: Path) -> Engine:
         try:
             engine = open_engine("auto", directory=directory)
         except OSError:
-            return open_engine("threads")
+            return open_engine("auto")  # without a folder to try
         _BEST_ENGINES[device] = engine.name
         return engine
     return open_engine(_BEST_ENGINES[device])
+
+
+def helper_count(communicator: Communicator) -> int:
+    """Return how many threads encode and compare: a rank's share of the cores, up to what helps.
+
+    They hardly compute, so OMP_NUM_THREADS, which launchers set to 1, does not count.
+    """
+    cores = len(os.sched_getaffinity(0)) // max(communicator.local_world_size, 1)
+    return max(min(cores, _MOST_HELPERS), 1)
 
 
 def file_name(rank: int) -> str:

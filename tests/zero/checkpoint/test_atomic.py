@@ -199,6 +199,35 @@ def test_a_tag_twice_and_only_the_last_ones_stay(scratch: Path) -> None:
     engine.destroy()
 
 
+def test_what_is_replaced_is_removed_beside_training(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is gone at once; whoever saves next, or waits, finds the room free."""
+    engine = make_engine(scratch)
+    folder = scratch / "ck"
+    step(engine, 0)
+    engine.save_checkpoint(folder, "one")
+    gate, remove = threading.Event(), directory.shutil.rmtree
+
+    def late(path: Path, *, ignore_errors: bool) -> None:
+        gate.wait(60)
+        remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(directory, "_REMOVED_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(directory.shutil, "rmtree", late)
+    engine.save_checkpoint(folder, "one")
+    left = list(folder.glob(".removed-*"))
+    assert len(left) == 1, "the save waited for the removal"
+    assert (folder / "one" / "manifest.json").is_file()
+    threading.Timer(0.05, gate.set).start()
+    engine.save_checkpoint(folder, "two")
+    assert not left[0].exists(), "the next save needs the room"
+    engine.save_checkpoint(folder, "two", keep_last=1)
+    engine.destroy()
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["two"]
+    verify(folder)
+
+
 def test_without_an_exchange_the_old_one_is_found_where_it_waits(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
