@@ -335,32 +335,41 @@ def _check_tiles(path: Path, manifest: Manifest) -> None:
         if piece.name not in known:
             raise CheckpointError(f"{path}: {piece.key} belongs to no tensor")
         found.setdefault((piece.name, piece.section), []).append(piece)
-    for key, pieces in found.items():
-        _check_section(path, known[key[0]], key[1], pieces, found)
+    for name, section in found:
+        _check_section(path, known[name], section, found)
+        if section in manifest.states:
+            _check_state(path, name, section, found)
     for name, tensor in known.items():
         if tensor.numel and (name, WEIGHT) not in found:
             raise CheckpointError(f"{path}: tensor {name} has no values")
 
 
-def _check_section(
-    path: Path,
-    tensor: TensorEntry,
-    section: str,
-    pieces: Sequence[PieceEntry],
-    found: Mapping[tuple[str, str], Sequence[PieceEntry]],
-) -> None:
+Sections = Mapping[tuple[str, str], Sequence[PieceEntry]]
+
+
+def _check_section(path: Path, tensor: TensorEntry, section: str, found: Sections) -> None:
     numel = tensor.numel
     if section.endswith(BASE):
         numel = -(-numel // CODE_BLOCK_NUMEL)
-    if not _is_tiled(pieces, numel):
+    if not _is_tiled(found[tensor.name, section], numel):
         raise CheckpointError(
             f"{path}: the pieces of {section} of {tensor.name} do not make up its {numel}"
             " elements; take another checkpoint"
         )
-    if section not in (WEIGHT, GRADIENT) and pieces[0].dtype == "U8":
-        bases = found.get((tensor.name, section + BASE))
-        if not bases or bases[0].dtype != "U16":
-            raise CheckpointError(f"{path}: {section} of {tensor.name} has codes without bases")
+
+
+def _check_state(path: Path, name: str, section: str, found: Sections) -> None:
+    """Refuse types that no state is stored in, and codes that nothing says how to decode."""
+    dtype = found[name, section][0].dtype
+    if dtype not in ("F32", "BF16", "U8"):
+        raise CheckpointError(
+            f"{path}: {section} of {name} has the type {dtype}, which no state has"
+        )
+    bases = found.get((name, section + BASE), ())
+    if (dtype == "U8") != bool(bases) or (bases and bases[0].dtype != "U16"):
+        raise CheckpointError(
+            f"{path}: {section} of {name} has codes without bases, or the reverse"
+        )
 
 
 def _is_tiled(pieces: Sequence[PieceEntry], numel: int) -> bool:
