@@ -62,6 +62,12 @@ class Activations:
     """Logits and loss at the start of the backward, beyond what is kept."""
     head_bytes: int
     """Gradient of the logits, while the head's backward runs."""
+    logits_bytes: int = 0
+    """What is kept of the logits: freed before the blocks' backward."""
+    block_bytes: int = 0
+    """What the largest block keeps: freed when its backward is over."""
+    tied_bytes: int = 0
+    """Gradient of a table that is head and embedding: the head's part waits for the other."""
 
 
 def activations(model: ModelShape, batch: Batch, element: ElementType) -> Activations | None:
@@ -84,6 +90,9 @@ def activations(model: ModelShape, batch: Batch, element: ElementType) -> Activa
         working_bytes=tokens * max(_working(model, stack, batch, size) for stack in model.stacks),
         loss_bytes=_loss(model, tokens, size),
         head_bytes=tokens * model.vocabulary * size if _has_logits(model) else 0,
+        logits_bytes=tokens * model.vocabulary * _logit(model, size) if _has_logits(model) else 0,
+        block_bytes=0 if batch.checkpointing else max(full),
+        tied_bytes=model.vocabulary * model.hidden * size if _is_tied(model) else 0,
     )
 
 
@@ -170,6 +179,13 @@ def _shared(model: ModelShape, batch: Batch, size: int) -> int:
     first = model.stacks[0].attention[0]
     angles = 2 * batch.sequence * first.head_dim if first.rotary else 0
     return size * (batch.samples * model.input_numel + angles)
+
+
+def _is_tied(model: ModelShape) -> bool:
+    """Tell whether the table of the embedding gives the logits as well."""
+    shape = (model.vocabulary, model.hidden)
+    tables = [each.is_embedding for each in model.parameters if each.shape == shape]
+    return _has_logits(model) and bool(tables) and all(tables)
 
 
 def _has_logits(model: ModelShape) -> bool:

@@ -8,40 +8,22 @@ from typing import Any
 
 from estimators.activations import Activations, activations
 from estimators.inputs import DeviceKind, PlanInputs, placement_request, rank_budget
+from estimators.moments import device_moments, host_moments
 from estimators.placement import in_play_bytes, minimum_host_bytes, plan_placement
-from estimators.records import DEVICE_BUFFER_COUNT, Section
+from estimators.records import Section
 from estimators.segments import Tier
 from estimators.step_time import Moved, StepTime, Wear, moved, operations, step_time, wear
-from estimators.summary import (
-    COLLECTIVE_SCRATCH,
-    GRADIENT_SCRATCH,
-    LIVE_PARAMETERS,
-    START_EXCESS,
-    MemoryPlan,
-    StepTraffic,
-)
+from estimators.summary import START_EXCESS, MemoryPlan, StepTraffic
 
 CUDA_CONTEXT_BYTES = 600 << 20
 """What a process takes of a GPU before its first tensor: context, kernels, libraries."""
-CUDA_WORKSPACE_BYTES = 32 << 20
-"""What matrix products keep for themselves, allocated through torch."""
-HEAP_SLACK = 0.15
-"""Share of what comes and goes on a CPU run that the C library's heap loses to fragments."""
+CUDA_WORKSPACE_BYTES = 64 << 20
+"""What matrix products keep for themselves, allocated through torch: 32 MiB for the thread of the
+forward, as much for autograd's."""
 ALLOCATOR_SLACK = 0.05
 """Share of what comes and goes on a GPU that its allocator may lose to fragments."""
 PROCESS_BYTES = 420 << 20
 """What Python with torch takes of host memory, a rank; measured for CPU builds."""
-
-
-KEPT = "activations kept for the backward"
-RECOMPUTED = "one block run again"
-WORKING = "gradients of activations"
-LOSS = "logits and loss"
-START = "setting parameters at the start"
-GRADIENTS = "gradients resident"
-BUFFERS = "buffers of the update"
-ROOT_GRADIENTS = "gradients of the root unit"
-HEAP = f"heap slack ({HEAP_SLACK:.0%})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,38 +57,12 @@ class Estimate:
     def passing(self) -> dict[str, dict[str, int]]:
         """What comes and goes on the device, by what it is, at each moment that can be the highest.
 
-        Activations leave as gradients arrive. On a GPU gradients that autograd made and nothing
-        copies are there at the end of the backward only, those of the root unit (the head) from its
-        start; a heap of small freed activations holds no large gradients.
+        See `estimators/moments.py`.
         """
-        memory, found = self.memory, self.activations or _NOTHING
-        live = {LIVE_PARAMETERS: memory.live_parameter_bytes}
-        kept = {KEPT: found.kept_bytes}
-        block = {RECOMPUTED: found.recomputed_bytes}
-        block[WORKING] = max(found.working_bytes, found.head_bytes)
-        scratch = {GRADIENT_SCRATCH: memory.gradient_scratch_bytes}
-        scratch[COLLECTIVE_SCRATCH] = memory.collective_scratch_bytes
-        moments = {
-            "start": {START: memory.request.start_bytes},
-            "loss": {**live, **kept, LOSS: found.loss_bytes},
-            "backward": {**live, **kept, **block, **scratch},
-        }
-        if self.keeps_gradients:
-            size = memory.resident_section_bytes(Tier.DEVICE, Section.GRADIENT)
-            if self._is_cuda:
-                root = {ROOT_GRADIENTS: self._root_gradients()}
-                moments["backward"] = {**live, **kept, **block, **root}
-                moments["end of the backward"] = {**live, **block, GRADIENTS: size}
-            else:
-                moments["backward"] = {**live, **kept, **block, GRADIENTS: size}
-        if memory.device_buffer_bytes:
-            moments["update"] = {BUFFERS: DEVICE_BUFFER_COUNT * memory.device_buffer_bytes}
-            if self.keeps_gradients:
-                moments["update"][GRADIENTS] = moments["end of the backward"][GRADIENTS]
-        if not self._is_cuda:
-            for parts in moments.values():
-                parts[HEAP] = int(HEAP_SLACK * sum(parts.values()))
-        return moments
+        found = self.activations or _NOTHING
+        if self._is_cuda:
+            return device_moments(self.memory, found, keeps_gradients=self.keeps_gradients)
+        return host_moments(self.memory, found, keeps_gradients=self.keeps_gradients)
 
     @cached_property
     def moments(self) -> dict[str, int]:
@@ -121,14 +77,6 @@ class Estimate:
             memory.is_in_place(index)
             and memory.segment_tier(index, Section.GRADIENT) is Tier.DEVICE
             for index in range(len(memory.request.segments))
-        )
-
-    def _root_gradients(self) -> int:
-        request = self.memory.request
-        return sum(
-            spec.layout(request.world_size).padded_numel * spec.gradient.size_bytes
-            for spec in request.segments
-            if spec.unit_index == 0
         )
 
     @property
@@ -221,6 +169,18 @@ class Estimate:
         return found
 
     @property
+    def tokens_per_second(self) -> float | None:
+        """Expected pace of the whole job; None where what it computes is not known."""
+        seconds = self.time.expected
+        return self.tokens_per_step / seconds if seconds and self.inputs.model.stacks else None
+
+    @property
+    def spare_device_bytes(self) -> int | None:
+        """What is left of each GPU; None where its size is not known, or there is none."""
+        room = self.inputs.node.device_bytes
+        return room - self.device_bytes if room is not None and self._is_cuda else None
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step of all ranks."""
         batch = self.inputs.batch
@@ -276,7 +236,7 @@ class Estimate:
                 "lower_bound_s": self.time.lower_bound,
                 "binding": self.time.binding,
                 "parts_s": dict(self.time.parts),
-                "expected_s": self.time.expected,
+                "expected_s": self.time.expected if inputs.model.stacks else None,
                 "tokens": self.tokens_per_step,
                 "flops_per_micro_batch": done.total if done is not None else None,
             },

@@ -67,7 +67,7 @@ class Choice:
 
     @property
     def tokens_per_second(self) -> float:
-        """Expected pace of the whole job."""
+        """Expected pace of the whole job; of a model of which only sizes are known, at most."""
         seconds = self.estimate.time.expected
         return self.estimate.tokens_per_step / seconds if seconds else float("inf")
 
@@ -160,9 +160,9 @@ def _placed(
 
 def _batches(inputs: PlanInputs, memory: MemoryPlan, wanted: Wanted) -> Iterator[Choice]:
     usual = moved(memory, inputs.accumulation_steps)
-    for checkpointing in (False, True):
+    for checkpointing in (False, True) if inputs.model.stacks else (False,):
         fitting = []
-        for samples in _samples(wanted):
+        for samples in _samples(wanted, inputs.model):
             steps = _accumulation(wanted, inputs.node, samples)
             if steps is None:
                 continue
@@ -180,9 +180,11 @@ def _batches(inputs: PlanInputs, memory: MemoryPlan, wanted: Wanted) -> Iterator
             yield max(fitting, key=lambda choice: choice.tokens_per_second)
 
 
-def _samples(wanted: Wanted) -> Sequence[int]:
+def _samples(wanted: Wanted, model: ModelShape) -> Sequence[int]:
     if wanted.samples is not None:
         return (wanted.samples,)
+    if not model.stacks:
+        return (1,)  # what a sample takes and how long it lasts is not known
     most = wanted.train_batch_size or _MOST_SAMPLES
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import enum
 import fnmatch
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from estimators.activations import Batch
 from estimators.formats import ElementType, GenericRule, StateFormat, UpdateRule
 from estimators.hardware import Bandwidths, bandwidths_of
 from estimators.models import ModelShape, ParameterShape
+from estimators.persistence import NOTHING_STAYS, Persistence
 from estimators.placement import Budget, PlanError
+from estimators.rates import DriveRates
 from estimators.segments import PlacementRequest, SegmentSpec, Tier
 from estimators.start import StartTensor, start_bytes
 
@@ -68,6 +71,9 @@ class PlanInputs:
     batch: Batch = field(default_factory=Batch)
     accumulation_steps: int = 1
     element: ElementType = ElementType.BF16
+    """Type of the parameters in training."""
+    keeps_elements: bool = False
+    """Whether parameters of which it is known train in the type that they are built in."""
     gradient_element: ElementType | None = None
     parameter_tier: Tier = Tier.DEVICE
     optimizer_tier: Tier = Tier.DEVICE
@@ -78,9 +84,15 @@ class PlanInputs:
     trains: bool = True
     stage: int = 3
     """ZeRO stage; below 3 each rank has all parameters in full, on the device."""
+    persistence: Persistence = NOTHING_STAYS
+    """Which small parameters stay on the device."""
     rule: UpdateRule | GenericRule = UpdateRule.ADAMW
     format_overrides: tuple[tuple[str, StateFormat], ...] = ()
     """Patterns of names, and how the state of parameters is stored that match; the first counts."""
+    prefetch_numel: int = 50_000_000
+    """`stage3_prefetch_bucket_size`: what may be copied to a device ahead."""
+    live_numel: int = 1_000_000_000
+    """`stage3_max_live_parameters`."""
     is_durable: bool = False
     commit_steps: int = 1
     """Steps between two commits of a durable run."""
@@ -92,7 +104,10 @@ class PlanInputs:
     built_on_meta: bool = True
     """Whether parameters get their values only when they are sharded."""
     built_element: ElementType = ElementType.FP32
-    """Type in which the model is built."""
+    """Type in which the model is built, where that is not known of each parameter."""
+    placement_rates: DriveRates | None = None
+    """A rank's share of the drive's rates, as far as the allocator will know them: those of the
+    configuration. What else is known (`node.bandwidths`) tells the time alone."""
 
     def __post_init__(self) -> None:
         if self.accumulation_steps < 1:
@@ -101,12 +116,23 @@ class PlanInputs:
             )
 
 
-def units_of(model: ModelShape) -> list[tuple[str, list[ParameterShape]]]:
-    """Return the units of a model as `zero.units` forms them: the root unit, then each block."""
+def units_of(
+    model: ModelShape, persistent: Collection[str] = ()
+) -> list[tuple[str, list[ParameterShape]]]:
+    """Return the units of a model as `zero.units` forms them: the root unit, then each block.
+
+    Parameters that stay on the device, given by name, belong to the root.
+    """
     units: dict[str, list[ParameterShape]] = {name: [] for name in ("", *model.blocks)}
     for each in model.parameters:
-        units[each.block].append(each)
+        units["" if each.name in persistent else each.block].append(each)
     return [(name or ROOT_UNIT, members) for name, members in units.items()]
+
+
+def element_of(inputs: PlanInputs, parameter: ParameterShape) -> ElementType:
+    """Return the type that a parameter has in training."""
+    own = parameter.element if inputs.keeps_elements else None
+    return own or inputs.element
 
 
 def state_format_of(inputs: PlanInputs, parameter: ParameterShape) -> StateFormat | None:
@@ -116,7 +142,7 @@ def state_format_of(inputs: PlanInputs, parameter: ParameterShape) -> StateForma
     `compact` keeps embeddings and parameters of one dimension exact.
     """
     usual = inputs.state_format
-    if inputs.element is not ElementType.BF16 or not inputs.trains:
+    if element_of(inputs, parameter) is not ElementType.BF16 or not _is_trained(inputs, parameter):
         return None
     chosen = usual
     if usual is StateFormat.COMPACT and (len(parameter.shape) < 2 or parameter.is_embedding):
@@ -128,26 +154,47 @@ def state_format_of(inputs: PlanInputs, parameter: ParameterShape) -> StateForma
     return None if chosen is usual else chosen
 
 
+def persistent_names(inputs: PlanInputs) -> frozenset[str]:
+    """Return the parameters that stay on the device, see [Note: persistent parameters]."""
+    limits = inputs.persistence.where(
+        stage=inputs.stage,
+        world_size=inputs.node.world_size,
+        parameter_tier=inputs.parameter_tier,
+        device_is_host=inputs.node.device is DeviceKind.CPU,
+    )
+    shapes = inputs.model.parameters
+    chosen = limits.choose([each.numel for each in shapes])
+    return frozenset(each.name for each, stays in zip(shapes, chosen, strict=True) if stays)
+
+
+def _is_trained(inputs: PlanInputs, parameter: ParameterShape) -> bool:
+    return inputs.trains and parameter.is_trainable
+
+
 def segments_of(inputs: PlanInputs) -> tuple[SegmentSpec, ...]:
-    """Return the segments of a model that is trained as a whole, in one parameter group."""
+    """Return the segments of a model whose trained parameters are in one parameter group."""
     segments: list[SegmentSpec] = []
-    for index, (name, members) in enumerate(units_of(inputs.model)):
-        keyed: dict[StateFormat | None, list[ParameterShape]] = {}
+    persistent = persistent_names(inputs)
+    for index, (name, members) in enumerate(units_of(inputs.model, persistent)):
+        keyed: dict[tuple[ElementType, bool, StateFormat | None, bool], list[ParameterShape]] = {}
         for each in members:
-            keyed.setdefault(state_format_of(inputs, each), []).append(each)
+            kind = element_of(inputs, each), _is_trained(inputs, each)
+            kept = state_format_of(inputs, each)
+            keyed.setdefault((*kind, kept, each.name in persistent), []).append(each)
         segments += [
             SegmentSpec(
                 unit=name,
                 unit_index=index,
                 names=tuple(each.name for each in chosen),
                 numels=tuple(each.numel for each in chosen),
-                element=inputs.element,
-                trainable=inputs.trains,
+                element=element,
+                trainable=trained,
                 param_group=0,
                 gradient_element=inputs.gradient_element,
                 state_format=kept,
+                persistent=stays,
             )
-            for kept, chosen in keyed.items()
+            for (element, trained, kept, stays), chosen in keyed.items()
         ]
     return tuple(segments)
 
@@ -158,10 +205,16 @@ def placement_request(inputs: PlanInputs) -> PlacementRequest:
     world_size, gpus = inputs.node.world_size, inputs.node.gpus
     cap = inputs.max_host_parameter_numel
     is_host = inputs.node.device is DeviceKind.CPU
-    built = inputs.built_element.size_bytes
     tensors = [
-        [StartTensor(each.numel, built * each.numel, inputs.built_on_meta) for each in members]
-        for _, members in units_of(inputs.model)
+        [
+            StartTensor(
+                each.numel,
+                (each.element or inputs.built_element).size_bytes * each.numel,
+                inputs.built_on_meta,
+            )
+            for each in members
+        ]
+        for _, members in units_of(inputs.model, persistent_names(inputs))
     ]
     shards = [each.layout(world_size).shard_numel for each in segments]
     return PlacementRequest(
@@ -177,7 +230,9 @@ def placement_request(inputs: PlanInputs) -> PlacementRequest:
         start_bytes=start_bytes(tensors, shards, world_size) if is_host else 0,
         slot_count=inputs.slot_count,
         micro_batches=inputs.accumulation_steps,
-        rates=inputs.node.bandwidths.drive,
+        rates=inputs.placement_rates,
+        prefetch_numel=inputs.prefetch_numel,
+        live_numel=inputs.live_numel,
         durable=inputs.is_durable,
         device_is_host=is_host,
         update_on_device=(

@@ -23,6 +23,7 @@ from estimators.records import (
     Section,
     SubGroup,
     host_fixed_bytes,
+    host_staging_bytes,
     lowest_tiers,
     section_bytes,
     staged_bytes,
@@ -33,6 +34,7 @@ from estimators.summary import (
     RESIDENT_ALIGNMENT_BYTES,
     MemoryPlan,
     SlotPlan,
+    WholePlacement,
     moves_per_step,
     resident_bytes,
     resident_copies,
@@ -124,13 +126,15 @@ def _smallest_slot_bytes(request: PlacementRequest) -> int:
 
 def in_play_bytes(request: PlacementRequest) -> int:
     """Return the host bytes that hold everything which may leave the device, and staging."""
-    return _whole_bytes(request, (Tier.HOST, Tier.NVME)) + host_fixed_bytes(request)
+    paged = request.whole.state_bytes if request.pages_whole_tensors else 0
+    sections = _whole_bytes(request, (Tier.HOST, Tier.NVME))
+    return sections + host_fixed_bytes(request) + paged
 
 
 def minimum_host_bytes(request: PlacementRequest) -> int:
     """Return the smallest host budget of one rank that `plan_placement` takes."""
     must_stay = _must_stay_bytes(request)
-    if Tier.NVME not in lowest_tiers(request).values():
+    if not _may_page(request):
         return must_stay
     paging = must_stay + _smallest_slot_bytes(request)
     return paging if _is_capped(request) else min(paging, in_play_bytes(request))
@@ -192,15 +196,35 @@ def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
         ]
     host_bytes = budget.host_bytes - slots.total_bytes - host_fixed_bytes(request)
     spare = _spare_device_bytes(request, budget, parts, slots)
-    _Pinning(request, host_bytes, spare).run(parts)
+    pinning = _Pinning(request, host_bytes, spare)
+    pinning.run(parts)
     sub_groups, swap_bytes = _build_sub_groups(request, parts)
-    plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes)
+    whole = _place_whole_tensors(request, pinning.left_bytes, swap_bytes)
+    swap_bytes += whole.area_bytes
+    plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes, whole=whole)
     if request.durable:
         copies = resident_copies(plan)
         swap_bytes += 2 * sum(copy.size_bytes for copy in copies)
         plan = replace(plan, resident_copies=copies, swap_file_bytes=swap_bytes)
     _check_other_tiers(plan, budget)
     return plan
+
+
+def _place_whole_tensors(
+    request: PlacementRequest, left_bytes: int, swap_bytes: int
+) -> WholePlacement:
+    """Decide how much of the records of whole tensors rests on the host: what is left there.
+
+    Records rest as a whole, and other ranks have others: so one more has room in the file.
+    """
+    state_bytes = request.whole.state_bytes
+    if not request.pages_whole_tensors:
+        return WholePlacement(resident_bytes=state_bytes)
+    resident = 0 if request.durable else min(state_bytes, max(left_bytes, 0))
+    if resident == state_bytes:
+        return WholePlacement(resident_bytes=resident)
+    paged = min(state_bytes, state_bytes - resident + request.whole.record_bytes)
+    return WholePlacement(resident, swap_bytes, paged * (2 if request.durable else 1))
 
 
 def _spare_device_bytes(
@@ -235,8 +259,9 @@ def _check_host(request: PlacementRequest, budget: Budget) -> None:
         return
     must_stay = _must_stay_bytes(request)
     what = f"{must_stay} bytes of state offloaded to cpu" if must_stay else ""
-    if request.whole_bytes:
-        what = f"{must_stay} bytes, of them {request.whole_bytes} of an optimizer of whole tensors"
+    if request.whole.state_bytes:
+        taken = host_fixed_bytes(request) - host_staging_bytes(request)
+        what = f"{must_stay} bytes, of them {taken} of an optimizer of whole tensors"
     if needed > must_stay:
         slot = f"{needed - must_stay} bytes for the smallest staging slot of this model"
         what = f"{what} and {slot}" if what else slot
@@ -265,19 +290,31 @@ def _check_other_tiers(plan: MemoryPlan, budget: Budget) -> None:
             needed_bytes=plan.swap_file_bytes,
         )
     if budget.device_bytes is not None and plan.device_bytes > budget.device_bytes:
+        kept_bytes = plan.persistent_bytes
+        stay = (
+            f"; small parameters that stay take {kept_bytes} of them, fewer with a lower"
+            " stage3_param_persistence_threshold"
+            if kept_bytes
+            else ""
+        )
         raise PlanError(
             f"the plan needs {plan.device_bytes} bytes of device memory a rank, device_memory"
             f" gives {budget.device_bytes}; set tiers.device_memory to at least"
-            f" {plan.device_bytes * budget.ranks}, or offload more",
+            f" {plan.device_bytes * budget.ranks}, or offload more{stay}",
             needed_bytes=plan.device_bytes,
         )
 
 
 def _pages(request: PlacementRequest, budget: Budget) -> bool:
     """Tell whether anything must rest on NVMe."""
-    if Tier.NVME not in lowest_tiers(request).values():
+    if not _may_page(request):
         return False
     return _is_capped(request) or in_play_bytes(request) > budget.host_bytes
+
+
+def _may_page(request: PlacementRequest) -> bool:
+    """Tell whether anything may rest on NVMe."""
+    return any(Tier.NVME in lowest_tiers(request, each).values() for each in request.segments)
 
 
 def _is_capped(request: PlacementRequest) -> bool:
@@ -285,7 +322,11 @@ def _is_capped(request: PlacementRequest) -> bool:
     cap = request.max_host_parameter_numel
     if cap is None or request.parameter_tier is not Tier.NVME:
         return False
-    return cap < sum(each.layout(request.world_size).shard_numel for each in request.segments)
+    return cap < sum(
+        each.layout(request.world_size).shard_numel
+        for each in request.segments
+        if not each.persistent
+    )
 
 
 def _whole_bytes(request: PlacementRequest, tiers: tuple[Tier, ...]) -> int:
@@ -293,12 +334,11 @@ def _whole_bytes(request: PlacementRequest, tiers: tuple[Tier, ...]) -> int:
 
     Each sub-group has the padding of its own record.
     """
-    lowest = lowest_tiers(request)
     return sum(
         resident_bytes(size)
         for segment, bounds in zip(request.segments, _cut(request, None), strict=True)
         for section, size in _bytes_of(request, segment, bounds).items()
-        if lowest[section] in tiers
+        if lowest_tiers(request, segment)[section] in tiers
     )
 
 
@@ -360,14 +400,19 @@ class _Pinning:
         self._request = request
         self._left_bytes = host_bytes
         self._device_left_bytes = device_bytes
-        self._lowest = lowest_tiers(request)
+        self._lowest = [lowest_tiers(request, segment) for segment in request.segments]
         cap = request.max_host_parameter_numel
         self._parameters_left_numel = cap if request.parameter_tier is Tier.NVME else None
+
+    @property
+    def left_bytes(self) -> int:
+        """Host bytes that nothing has taken."""
+        return self._left_bytes
 
     def run(self, parts: list[list[_Part]]) -> None:
         """Set the tiers of all parts of all segments; some part may be cut in two."""
         for section, segment in self._classes():
-            lowest = self._lowest[section]
+            lowest = self._lowest[segment][section]
             if lowest is Tier.DEVICE or self._takes_device(section, segment, parts[segment]):
                 for part in parts[segment]:
                     part.tiers[section] = Tier.DEVICE
@@ -392,7 +437,7 @@ class _Pinning:
             updated = spec.trainable and self._request.trains
             for section in section_bytes(self._request, spec, 0):
                 moves = moves_per_step(section, self._request.micro_batches, updated=updated)
-                is_optional = self._lowest[section] is Tier.NVME
+                is_optional = self._lowest[index][section] is Tier.NVME
                 rank = _PINNING_ORDER.index(section)
                 ordered.append((is_optional, -rates.seconds(*moves), rank, index, section))
         for _, _, _, index, section in sorted(ordered):
@@ -420,7 +465,7 @@ class _Pinning:
                 if numel:
                     parts.insert(position, part.split(numel))
                 else:
-                    part.tiers[section] = self._lowest[section]
+                    part.tiers[section] = self._lowest[segment][section]
                     continue
             size_bytes = section_bytes(self._request, spec, numel)[section]
             self._left_bytes -= resident_bytes(held_bytes + size_bytes) - resident_bytes(held_bytes)

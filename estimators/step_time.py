@@ -1,8 +1,12 @@
 """The least time of a step: what each resource needs, and which one binds.
 
-[Note: lower bound] Every resource is taken to do nothing but its share, at its full rate, all at
-once: no step can be shorter than the longest of them. What a schedule adds shows in `expected`,
-where forward and backward on one side and the update on the other follow each other.
+[Note: lower bound] Every resource is taken to do nothing but its share, at its full rate. An update
+begins when the norm of all gradients is known, so what computes and copies in forward and backward
+and what computes and copies in the update follow each other; the drive and the network are taken to
+work all the time, since state is read ahead and written behind. No step can be shorter than the
+longest of these three. Kernels that are launched, small copies and a program that is interpreted
+are not counted: where they take longer than what is counted, a step takes many times its bound.
+What a schedule adds shows in `expected`, where no phase overlaps another.
 """
 
 from __future__ import annotations
@@ -88,6 +92,10 @@ class StepTime:
     """Updates in device memory."""
     network: float
     """Collectives."""
+    pass_link: float
+    """The link's share in forward and backward."""
+    update_link: float
+    """The link's share in the update."""
     expected: float
     """Forward and backward, then the update, at the rates that training usually reaches."""
 
@@ -104,14 +112,33 @@ class StepTime:
         }
 
     @property
+    def phases(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """Seconds of each resource in forward and backward, and in the update that follows."""
+        passes = {"compute": self.compute, "device link": self.pass_link}
+        update = {
+            "host memory": self.host,
+            "device memory": self.device,
+            "device link": self.update_link,
+        }
+        return passes, update
+
+    @property
     def lower_bound(self) -> float:
         """No step is shorter."""
-        return max(self.parts.values())
+        return max(self.drive, self.network, sum(max(each.values()) for each in self.phases))
 
     @property
     def binding(self) -> str:
-        """The resource that the lower bound comes from."""
-        return max(self.parts.items(), key=lambda item: item[1])[0]
+        """The resource that most of the lower bound comes from."""
+        whole = {"drive": self.drive, "network": self.network}
+        name, seconds = max(whole.items(), key=lambda item: item[1])
+        if seconds >= self.lower_bound and seconds:
+            return name
+        totals: dict[str, float] = {}
+        for phase in self.phases:
+            longest = max(phase, key=lambda each: phase[each])
+            totals[longest] = totals.get(longest, 0.0) + phase[longest]
+        return max(totals, key=lambda each: totals[each])
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +166,27 @@ def operations(inputs: PlanInputs) -> Operations | None:
         for each in stack.attention:
             seen = (sequence + 1) / 2 if each.causal else sequence
             scores += stack.count * 4.0 * each.query_width * seen
-    passes = 3.0 if inputs.trains else 1.0  # a backward is two matrix products for each one
+    passes = _passes(inputs)
     again = 1.0 if inputs.batch.checkpointing and inputs.trains else 0.0
     return Operations(
         matmul=passes * 2.0 * tokens * (blocks + _head_numel(model)),
         attention=passes * tokens * scores,
         recomputed=again * tokens * (2.0 * blocks + scores),
     )
+
+
+def _passes(inputs: PlanInputs) -> float:
+    """Return how often each matrix product is computed, forward and backward together.
+
+    A backward is one for the gradient of what came in, which nothing needs below the first
+    parameter that is trained, and one for the gradient of each weight that is.
+    """
+    model = inputs.model
+    if not inputs.trains:
+        return 1.0
+    first = {"", *model.blocks[:1]}
+    reaches = any(each.is_trainable for each in model.parameters if each.block in first)
+    return 1.0 + reaches + model.trainable_numel / model.numel
 
 
 def _head_numel(model: ModelShape) -> int:
@@ -171,7 +212,7 @@ def step_time(inputs: PlanInputs, plan: MemoryPlan, bytes_moved: Moved) -> StepT
     passes = max(compute / _EXPECTED_SHARE, copied, network, drive * (1 - update_share))
     streamed = bytes_moved.update_link_bytes / link_rate
     expected = passes + max(host, device, streamed, drive * update_share)
-    return StepTime(compute, link, drive, host, device, network, expected)
+    return StepTime(compute, link, drive, host, device, network, copied, streamed, expected)
 
 
 def _drive_seconds(inputs: PlanInputs, traffic: StepTraffic, commit_bytes: float) -> float:
@@ -234,9 +275,9 @@ def _network_bytes(inputs: PlanInputs, plan: MemoryPlan) -> float:
     world_size, micro = inputs.node.world_size, inputs.accumulation_steps
     if world_size == 1:
         return 0.0
-    gathers = 1 if plan.request.replicates else 2 * micro
     total = 0
     for spec in plan.request.segments:
+        gathers = 1 if plan.request.replicates or spec.persistent else 2 * micro
         numel = spec.layout(world_size).padded_numel
         total += gathers * numel * spec.element.size_bytes
         if spec.trainable and plan.request.trains:
@@ -250,7 +291,8 @@ def wear(inputs: PlanInputs, bytes_moved: Moved, time: StepTime) -> Wear:
     written = bytes_moved.traffic.total_written_bytes + bytes_moved.commit_bytes
     written = round(written * node.gpus)
     size = node.drive_bytes if node.drive_bytes is not None else node.nvme_bytes
-    daily = _SECONDS_OF_A_DAY / time.expected if time.expected else 0.0
-    per_day = written * daily / size if size else None
+    knows = time.expected and inputs.model.stacks  # else the pace is not known
+    daily = _SECONDS_OF_A_DAY / time.expected if knows else 0.0
+    per_day = written * daily / size if size and (daily or not written) else None
     steps = node.rated_written_bytes / written if node.rated_written_bytes and written else None
     return Wear(written, per_day, steps, steps / daily if steps is not None and daily else None)

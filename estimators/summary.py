@@ -17,7 +17,7 @@ from estimators.records import (
     section_bytes,
     staged_offsets,
 )
-from estimators.segments import PlacementRequest, Tier
+from estimators.segments import PlacementRequest, SegmentSpec, Tier
 
 LIVE_PARAMETERS = "parameters unsharded (peak)"
 GRADIENT_SCRATCH = "gradients unsharded (peak)"
@@ -78,6 +78,17 @@ class StepTraffic:
         return sum(self.written_bytes.values())
 
 
+@dataclass(frozen=True, slots=True)
+class WholePlacement:
+    """Where the records of an optimizer of whole tensors rest."""
+
+    resident_bytes: int = 0
+    """Most bytes of them in host memory."""
+    area_offset: int = 0
+    area_bytes: int = 0
+    """The part of the swap file that has the others; in a durable run each has two places."""
+
+
 class DurableBytes:
     """What a durable run takes beside what others take."""
 
@@ -95,6 +106,22 @@ class DurableBytes:
         return sum(copy.size_bytes for copy in self.resident_copies)
 
 
+def _by_unit(
+    segments: Sequence[SegmentSpec], sizes: Sequence[int]
+) -> tuple[int, tuple[dict[int, int], dict[int, int]]]:
+    """Return the sum of the root unit, that of each block and that of each unit within a block."""
+    names = {segment.unit for segment in segments}
+    root = 0
+    kinds: tuple[dict[int, int], dict[int, int]] = ({}, {})
+    for segment, size in zip(segments, sizes, strict=True):
+        if not segment.unit_index:
+            root += size
+            continue
+        units = kinds[_is_within(segment.unit, names)]
+        units[segment.unit_index] = units.get(segment.unit_index, 0) + size
+    return root, kinds
+
+
 @dataclass(frozen=True)
 class MemoryPlan(DurableBytes):
     """What rests where for one rank; the runtime allocates exactly this."""
@@ -106,6 +133,8 @@ class MemoryPlan(DurableBytes):
     host_budget_bytes: int
     resident_copies: tuple[ResidentCopy, ...] = ()
     """What a commit of a durable run writes beside what rests on NVMe."""
+    whole: WholePlacement = WholePlacement()
+    """Where an optimizer of whole tensors keeps its records."""
 
     @cached_property
     def by_segment(self) -> tuple[tuple[SubGroup, ...], ...]:
@@ -148,59 +177,82 @@ class MemoryPlan(DurableBytes):
         Where parameters are kept in full, those of the other ranks lie around this rank's.
         """
         own_bytes = sum(size for _, size in self.resident_parts(tier, section, segment))
-        copies = self.request.world_size if is_full(self.request, section) else 1
+        copies = self.request.world_size if is_full(self.request, section, segment) else 1
         return resident_bytes(own_bytes * copies)
 
     def is_in_place(self, segment: int) -> bool:
         """Tell whether the flat buffer of a segment rests as it is: nothing is ever freed."""
         usable = (Tier.DEVICE, Tier.HOST) if self.request.device_is_host else (Tier.DEVICE,)
-        is_whole = self.request.world_size == 1 or self.request.replicates
-        return is_whole and all(
+        is_whole = is_full(self.request, Section.PARAMETER, segment)
+        return (self.request.world_size == 1 or is_whole) and all(
             group.tier(Section.PARAMETER) in usable for group in self.by_segment[segment]
         )
 
-    def _window_bytes(self, sizes: Sequence[int], others: int = 2) -> int:
-        """Return the bytes of what is live at once: the root unit and some others."""
-        root = sum(
-            size
-            for size, segment in zip(sizes, self.request.segments, strict=True)
-            if segment.unit_index == 0
-        )
-        units: dict[int, int] = {}
-        for size, segment in zip(sizes, self.request.segments, strict=True):
-            if segment.unit_index:
-                units[segment.unit_index] = units.get(segment.unit_index, 0) + size
-        return root + sum(sorted(units.values())[-others:])
-
     @property
+    def persistent_bytes(self) -> int:
+        """Device bytes of parameters that stay unsharded, see [Note: persistent parameters]."""
+        return sum(
+            self.resident_segment_bytes(Tier.DEVICE, Section.PARAMETER, index)
+            for index, segment in enumerate(self.request.segments)
+            if segment.persistent
+        )
+
+    def live_bytes(self, others: int, *, with_ahead: bool) -> int:
+        """Return the bytes of unsharded parameters: the root unit, some others, and one ahead.
+
+        Args:
+            others: units beside the root unit, the largest ones: blocks, and as many of the units
+                within blocks, which are experts.
+            with_ahead: whether one more may be on its way to a device that is not the host.
+        """
+        request = self.request
+        sizes = [
+            0
+            if self.is_in_place(index)
+            else segment.layout(request.world_size).padded_numel * segment.element.size_bytes
+            for index, segment in enumerate(request.segments)
+        ]
+        root, kinds = _by_unit(request.segments, sizes)
+        moving = [
+            sum(each.numels) if size else 0
+            for each, size in zip(request.segments, sizes, strict=True)
+        ]
+        root_numel, numels = _by_unit(request.segments, moving)
+        limit = float("inf") if request.prefetch_numel is None else request.prefetch_numel
+        if request.live_numel is not None:
+            limit = min(limit, request.live_numel - root_numel)
+        held = ahead = 0
+        for units, unit_numels in zip(kinds, numels, strict=True):
+            order = sorted(units, key=units.__getitem__, reverse=True)
+            held += sum(units[unit] for unit in order[:others])
+            if with_ahead and not request.device_is_host:
+                coming = [units[unit] for unit in order[others:] if unit_numels[unit] <= limit]
+                ahead = max(ahead, *coming, 0)
+        return root + held + ahead
+
+    def gradient_bytes(self, others: int) -> int:
+        """Return the bytes of unsharded gradients of the root unit and the largest others."""
+        sizes = [
+            segment.layout(self.request.world_size).padded_numel * segment.gradient.size_bytes
+            if segment.trainable and self.request.trains
+            else 0
+            for segment in self.request.segments
+        ]
+        root, kinds = _by_unit(self.request.segments, sizes)
+        return root + sum(sum(sorted(units.values(), reverse=True)[:others]) for units in kinds)
+
+    @cached_property
     def live_parameter_bytes(self) -> int:
         """Peak bytes of unsharded parameters (a backward holds the root and two units).
 
         A device that is not the host gets those of the next unit meanwhile.
         """
-        world_size = self.request.world_size
-        return self._window_bytes(
-            [
-                0
-                if self.is_in_place(index)
-                else segment.layout(world_size).padded_numel * segment.element.size_bytes
-                for index, segment in enumerate(self.request.segments)
-            ],
-            others=2 if self.request.device_is_host else 3,
-        )
+        return self.live_bytes(2, with_ahead=True)
 
-    @property
+    @cached_property
     def gradient_scratch_bytes(self) -> int:
         """Peak bytes of unsharded gradients on their way to their shards."""
-        world_size = self.request.world_size
-        return self._window_bytes(
-            [
-                segment.layout(world_size).padded_numel * segment.gradient.size_bytes
-                if segment.trainable and self.request.trains
-                else 0
-                for segment in self.request.segments
-            ]
-        )
+        return self.gradient_bytes(2)
 
     @property
     def collective_scratch_bytes(self) -> int:
@@ -208,18 +260,23 @@ class MemoryPlan(DurableBytes):
 
         gloo reduces gradients in a copy of them; it gathers parameters in place. A copy that the
         heap keeps rather than the system gets back may still be there when the next one is made.
+        On GPUs two ranks exchange in place, and more receive what they add up. NCCL's own buffers
+        do not depend on the model.
         """
-        if self.request.world_size == 1 or not self.request.trains:
+        request = self.request
+        if request.world_size == 1 or not request.trains:
             return 0
         copies = [
-            segment.layout(self.request.world_size).padded_numel * segment.gradient.size_bytes
-            for segment in self.request.segments
+            segment.layout(request.world_size).padded_numel * segment.gradient.size_bytes
+            for segment in request.segments
             if segment.trainable
         ]
+        if not request.device_is_host:
+            return max(copies, default=0) if request.world_size > 2 else 0
         kept = [copy for copy in copies if copy <= HEAP_KEPT_BYTES]
         return max(copies, default=0) + max(kept, default=0)
 
-    @property
+    @cached_property
     def device_buffer_bytes(self) -> int:
         """Bytes of one of the buffers through which a device updates what rests elsewhere."""
         request = self.request
@@ -251,8 +308,13 @@ class MemoryPlan(DurableBytes):
     def host_bytes(self) -> int:
         """Bytes that the host takes: slots, staging, everything resident, whole tensors."""
         resident = sum(self.resident_section_bytes(Tier.HOST, section) for section in Section)
-        fixed = self.staging_bytes + self.request.whole_bytes
+        fixed = self.staging_bytes + self.whole_host_bytes
         return self.slots.total_bytes + fixed + resident
+
+    @property
+    def whole_host_bytes(self) -> int:
+        """Bytes of host memory for whole tensors: what is gathered, staged and resident."""
+        return self.request.whole.working_bytes + self.whole.resident_bytes
 
     @property
     def staging_bytes(self) -> int:
@@ -282,11 +344,12 @@ class MemoryPlan(DurableBytes):
         rows.append(PlanRow(Tier.DEVICE, START_EXCESS, self.start_excess_bytes))
         rows.append(PlanRow(Tier.HOST, f"slots ({self.slots.count})", self.slots.total_bytes))
         rows.append(PlanRow(Tier.HOST, STAGING, self.staging_bytes))
-        rows.append(PlanRow(Tier.HOST, WHOLE, self.request.whole_bytes))
+        rows.append(PlanRow(Tier.HOST, WHOLE, self.whole_host_bytes))
         rows.extend(
             PlanRow(Tier.NVME, f"{section.name.lower()}s", self.nvme_section_bytes(section))
             for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)
         )
+        rows.append(PlanRow(Tier.NVME, WHOLE, self.whole.area_bytes))
         rows.append(PlanRow(Tier.NVME, "second copies (durable)", self.twin_bytes))
         rows.append(PlanRow(Tier.NVME, "resident state, twice (durable)", 2 * self.commit_bytes))
         order = list(Tier)
@@ -303,9 +366,19 @@ class MemoryPlan(DurableBytes):
         )
 
 
-def is_full(request: PlacementRequest, section: Section) -> bool:
-    """Tell whether each rank has all of a section, not just its shard."""
-    return section is Section.PARAMETER and request.replicates
+def _is_within(unit: str, units: Container[str]) -> bool:
+    """Tell whether a unit is a part of another one's module."""
+    while unit:
+        unit = unit.rpartition(".")[0]
+        if unit in units:
+            return True
+    return False
+
+
+def is_full(request: PlacementRequest, section: Section, segment: int) -> bool:
+    """Tell whether each rank has all of a segment's section, not just its shard."""
+    stays = request.replicates or request.segments[segment].persistent
+    return section is Section.PARAMETER and stays
 
 
 def resident_copies(plan: MemoryPlan) -> tuple[ResidentCopy, ...]:

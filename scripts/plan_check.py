@@ -5,17 +5,20 @@
 
 Every case runs in a process of its own. Pools are compared with the pages that are present in the
 arena and with the blocks of the swap file, the process with VmHWM on the CPU, the device with
-`max_memory_allocated` on a GPU, and the least time of a step, from rates that are measured in the
-same process, with the time that steps take.
+`max_memory_allocated` on a GPU, and the least time of a step with the median time that steps take.
+The rates that it follows from are the best that the same process shows before, between and after
+its steps (`plan_rates.py`). A case is bound by I/O if link or drive need longer, at these rates,
+than a whole step of the same shape takes with nothing offloaded; there the bound is to be within
+twice of the step.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import gc
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -29,16 +32,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import plan_models  # noqa: E402
+from plan_rates import DriveProbe, MachineRates  # noqa: E402
 
 import zero  # noqa: E402
-from aio_ops import open_engine  # noqa: E402
-from estimators import DriveRates, Section, Tier  # noqa: E402
+from estimators import Section, Tier  # noqa: E402
 from estimators.activations import Batch  # noqa: E402
-from estimators.estimate import Estimate, estimate  # noqa: E402
-from estimators.hardware import Bandwidths, bandwidths_of  # noqa: E402
+from estimators.estimate import Estimate, estimate, estimate_placed  # noqa: E402
+from estimators.hardware import Bandwidths  # noqa: E402
 from estimators.inputs import DeviceKind, Node, PlanInputs  # noqa: E402
 from estimators.models import model_of_config  # noqa: E402
-from offload import disk_bytes, measure_rates, process_bytes  # noqa: E402
+from offload import disk_bytes, process_bytes  # noqa: E402
 from zero.memory import present_bytes  # noqa: E402
 from zero.plan_inputs import ELEMENTS, TIERS  # noqa: E402
 
@@ -48,7 +51,9 @@ PLACEMENTS = {
     "nvme": ("none", "nvme"),
     "all on nvme": ("nvme", "nvme"),
 }
-MIB = 1 << 20
+GB = 10**9
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PROBE_BYTES = {"cpu": 64 << 20, "cuda": 192 << 20}
 
 
 @dataclass(frozen=True)
@@ -113,18 +118,30 @@ CPU_SHAPES: dict[str, dict[str, Any]] = {
 }
 
 GPU_SHAPES: dict[str, dict[str, Any]] = {
-    "dense": {"config": llama(1024, 2816, 12, 16, vocab_size=32000)},
-    "wide vocabulary": {"config": llama(512, 1408, 8, 8, vocab_size=128256)},
-    "deep and narrow": {"config": llama(512, 1408, 48, 8, vocab_size=32000)},
-    "experts": {"config": experts(768, 2048, 6, 12, vocab_size=32000)},
-    "encoder": {"config": encoder(768, 3072, 12, 12, vocab_size=30522), "sequence": 512},
-}
+    "dense": {"config": llama(2048, 5632, 5, 16, vocab_size=32000), "host_bytes": 4 * GB},
+    "wide vocabulary": {
+        "config": llama(1536, 4096, 4, 12, vocab_size=128256), "host_bytes": 6 * GB,
+    },
+    "deep and narrow": {
+        "config": llama(512, 1408, 48, 8, vocab_size=32000),
+        "samples": 8,
+        "host_bytes": 3 * GB // 2,
+    },
+    "experts": {
+        "config": experts(2048, 5632, 2, 16, vocab_size=32000), "samples": 4, "host_bytes": 7 * GB,
+    },
+    "encoder": {
+        "config": encoder(2048, 8192, 6, 16, vocab_size=30522),
+        "sequence": 512,
+        "samples": 4,
+        "host_bytes": 4 * GB,
+    },
+}  # fmt: skip
 _GPU_DEFAULTS = {
-    "samples": 8,
+    "samples": 2,
     "sequence": 1024,
     "dtype": "bf16",
-    "host_bytes": 600_000_000,
-    "steps": 3,
+    "steps": 4,
 }
 
 
@@ -142,7 +159,7 @@ def cases(device: str, directory: str, *, quick: bool = False) -> list[Case]:
 
 def ds_config(case: Case) -> dict[str, Any]:
     """Return the configuration that a case trains with."""
-    stage: dict[str, Any] = {"stage": 3}
+    stage: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
     for key, device in zip(
         ("offload_param", "offload_optimizer"), PLACEMENTS[case.placement], strict=True
     ):
@@ -163,7 +180,7 @@ def ds_config(case: Case) -> dict[str, Any]:
     }
 
 
-def predict(case: Case, bandwidths: Bandwidths, engine: zero.ZeroEngine) -> Estimate:
+def predict(case: Case, engine: zero.ZeroEngine) -> Estimate:
     """Return what is planned from the configuration alone."""
     parameters, optimizer = PLACEMENTS[case.placement]
     budget = engine.plan.memory.host_budget_bytes
@@ -171,13 +188,19 @@ def predict(case: Case, bandwidths: Bandwidths, engine: zero.ZeroEngine) -> Esti
     return estimate(
         PlanInputs(
             model_of_config(case.config, case.name),
-            Node(kind, host_bytes=budget, bandwidths=bandwidths),
+            Node(kind, host_bytes=budget),
             Batch(case.samples, case.sequence, checkpointing=case.checkpointing),
             element=ELEMENTS[case.dtype],
             parameter_tier=TIERS[parameters],
             optimizer_tier=TIERS[optimizer],
         )
     )
+
+
+def with_rates(planned: Estimate, bandwidths: Bandwidths) -> Estimate:
+    """Return the same plan with the times that follow from other rates."""
+    node = dataclasses.replace(planned.inputs.node, bandwidths=bandwidths)
+    return estimate_placed(dataclasses.replace(planned.inputs, node=node), planned.memory)
 
 
 def warm_up(case: Case) -> None:
@@ -212,59 +235,6 @@ def train_step(engine: zero.ZeroEngine, case: Case, step: int) -> float:
     return time.perf_counter() - begun
 
 
-def measured_rates(case: Case) -> Bandwidths:
-    """Return the rates of this machine, the best of a few probes: a step can use no more."""
-    if case.quick:
-        return bandwidths_of(None)
-    return probe(case.device, case.dtype, case.directory)
-
-
-@functools.cache
-def probe(device_name: str, dtype_name: str, directory: str) -> Bandwidths:
-    """Measure the rates of this machine."""
-    found = bandwidths_of(None)
-    dtype = torch.bfloat16 if dtype_name == "bf16" else torch.float32
-    size = 1024 if device_name == "cpu" else 8192
-    left = torch.randn(size, size, dtype=dtype, device=device_name)
-    flops = 2.0 * size**3 / _best(lambda: left @ left, device_name)
-    block = torch.empty(32 << 20, dtype=torch.uint8)
-    other = torch.empty_like(block)
-    host = 2.0 * block.numel() / _best(lambda: other.copy_(block), "cpu")
-    with open_engine("auto", directory=Path(directory)) as io:
-        drives = [measure_rates(io, Path(directory)) for _ in range(3)]
-    drive = DriveRates(
-        max(each.read_bytes_per_s for each in drives),
-        max(each.write_bytes_per_s for each in drives),
-        "measured",
-    )
-    link = device = found.link_bytes_per_s
-    if device_name != "cpu":
-        pinned = block.pin_memory()
-        there = block.to(device_name)
-        link = block.numel() / _best(lambda: there.copy_(pinned, non_blocking=True), device_name)
-        again = torch.empty_like(there)
-        device = 2.0 * block.numel() / _best(lambda: again.copy_(there), device_name)
-    return dataclasses.replace(
-        found,
-        flops=1.1 * flops,  # matrix products of other shapes may be faster than the probe
-        host_bytes_per_s=4.0 * host,  # one thread copied; updates have several
-        link_bytes_per_s=link,
-        device_bytes_per_s=max(device, host),
-        drive=drive,
-    )
-
-
-def _best(work: Any, device: str) -> float:
-    best = float("inf")
-    for _ in range(6):
-        begun = time.perf_counter()
-        work()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - begun)
-    return best
-
-
 @dataclass
 class Outcome:
     """What was planned and what was found, of one case."""
@@ -281,9 +251,14 @@ class Outcome:
     planned_nvme_bytes: int = 0
     lower_bound_s: float = 0.0
     binding: str = ""
+    moving_s: float = 0.0
+    """What link or drive need at least, the longer one."""
     expected_s: float = 0.0
     step_s: float = 0.0
+    steps_s: list[float] = field(default_factory=list)
     device_planned: int = 0
+    io_bound: bool | None = None
+    """None where the shape was not trained with nothing offloaded."""
 
     @property
     def ratio(self) -> float:
@@ -291,12 +266,16 @@ class Outcome:
         return self.planned_peak_bytes / self.peak_bytes
 
 
-def run(case: Case) -> Outcome:
-    """Train one case and return what was planned and what was found."""
-    torch.set_num_threads(1)
-    warm_up(case)
-    bandwidths = measured_rates(case)
+def run(case: Case, rates: MachineRates | None = None) -> Outcome:
+    """Train one case and return what was planned and what was found.
+
+    Args:
+        case: what is trained.
+        rates: what cases before it in this process have shown of the machine.
+    """
     is_cpu = case.device == "cpu"
+    torch.set_num_threads(1 if is_cpu else 8)
+    warm_up(case)
     if not is_cpu:
         gc.collect()
         torch.cuda.empty_cache()
@@ -304,9 +283,11 @@ def run(case: Case) -> Outcome:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts from here
     baseline = process_bytes("VmRSS")["VmRSS"]
     engine = start(case)
-    planned = predict(case, bandwidths, engine)
-    seconds = [train_step(engine, case, step) for step in range(case.steps)]
+    planned = predict(case, engine)
     outcome = Outcome(case.name, case.placement)
+    outcome.device_planned = planned.tensor_bytes
+    seconds = [train_step(engine, case, step) for step in range(2)]
+    # Memory and pools are looked at before anything is probed: the probes need memory too.
     if is_cpu:
         outcome.baseline_bytes = baseline
         outcome.planned_peak_bytes = baseline + planned.memory.host_bytes + planned.tensor_bytes
@@ -314,16 +295,39 @@ def run(case: Case) -> Outcome:
     else:
         outcome.planned_peak_bytes = planned.tensor_bytes
         outcome.peak_bytes = torch.cuda.max_memory_allocated()
-    outcome.device_planned = planned.tensor_bytes
     compare_pools(outcome, planned, engine, is_cpu=is_cpu)
     snapshot = engine.ledger.report().to_dicts()[-1]
     outcome.nvme_bytes_moved = sum(snapshot["nvme_bytes"].values())
     traffic = planned.traffic
     outcome.planned_nvme_bytes = traffic.total_read_bytes + traffic.total_written_bytes
-    outcome.lower_bound_s, outcome.binding = planned.time.lower_bound, planned.time.binding
-    outcome.expected_s, outcome.step_s = planned.time.expected, min(seconds[1:] or seconds)
+    if not case.quick:
+        rates = rates or MachineRates(case.device, DTYPES[case.dtype])
+        seconds += probed_steps(engine, case, rates)
+        planned = with_rates(planned, rates.bandwidths())
     engine.destroy()
+    time_of = planned.time
+    outcome.lower_bound_s, outcome.binding = time_of.lower_bound, time_of.binding
+    outcome.moving_s = max(time_of.link if not is_cpu else 0.0, time_of.drive)
+    outcome.expected_s, outcome.step_s = time_of.expected, statistics.median(seconds[1:])
+    outcome.steps_s = seconds
     return outcome
+
+
+def probed_steps(engine: zero.ZeroEngine, case: Case, rates: MachineRates) -> list[float]:
+    """Train more steps, looking at the machine before each of them and after the last."""
+    drive = None
+    if "nvme" in case.placement:
+        drive = DriveProbe(Path(case.directory), PROBE_BYTES[case.device])
+    seconds = []
+    try:
+        for step in range(2, case.steps):
+            rates.sample(drive)
+            seconds.append(train_step(engine, case, step))
+        rates.sample(drive)
+    finally:
+        if drive is not None:
+            drive.close()
+    return seconds
 
 
 def compare_pools(
@@ -359,12 +363,65 @@ def run_apart(case: Case) -> Outcome:
 
 def row(outcome: Outcome) -> str:
     """Return one line of the table."""
+    moves = {None: "?", True: "yes", False: "no"}[outcome.io_bound]
     return (
         f"| {outcome.name} | {outcome.placement} | {outcome.planned_peak_bytes / 1e6:,.0f}"
         f" | {outcome.peak_bytes / 1e6:,.0f} | {outcome.ratio:.3f}"
         f" | {outcome.lower_bound_s:.3f} ({outcome.binding}) | {outcome.step_s:.3f}"
-        f" | {outcome.step_s / outcome.lower_bound_s if outcome.lower_bound_s else 0:.2f} |"
+        f" | {outcome.step_s / outcome.lower_bound_s if outcome.lower_bound_s else 0:.2f}"
+        f" | {moves} |"
     )
+
+
+def verdicts(found: list[Outcome], *, quick: bool) -> list[tuple[str, int, int]]:
+    """Return what is to hold, of how many outcomes it holds, and of how many it should."""
+    near = sum(0.9 <= each.ratio <= 1.1 for each in found)
+    lines = [("peak within 10 %", near, len(found))]
+    if not quick:
+        above = sum(each.lower_bound_s <= each.step_s for each in found)
+        moving = [each for each in found if each.io_bound]
+        close = sum(each.step_s <= 2 * each.lower_bound_s for each in moving)
+        lines.append(("bound not above the step", above, len(found)))
+        lines.append(("bound by I/O: within twice", close, len(moving)))
+    return lines
+
+
+def chosen(options: argparse.Namespace) -> list[Case]:
+    """Return the cases that were asked for."""
+    return [
+        case
+        for case in cases(options.device, options.directory, quick=options.quick)
+        if (not options.only or options.only in f"{case.name}, {case.placement}")
+        and (not options.placement or case.placement in options.placement)
+    ]
+
+
+def collect(options: argparse.Namespace) -> list[Outcome]:
+    """Run the cases that were asked for, print a line of each and keep them in the file."""
+    found: list[Outcome] = []
+    alone: dict[str, float] = {}
+    shared: dict[str, MachineRates] = {}
+    print(
+        "| shape | lowest tier | planned MB | measured MB | ratio | at least s | step s | x | I/O |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for case in chosen(options):
+        if options.together:
+            if case.dtype not in shared:
+                shared[case.dtype] = MachineRates(case.device, DTYPES[case.dtype])
+            outcome = run(case, shared[case.dtype])
+        else:
+            outcome = run_apart(case)
+        if case.placement == "none":
+            alone[case.name] = outcome.step_s
+        if case.name in alone and not case.quick:
+            outcome.io_bound = outcome.moving_s > alone[case.name]
+        found.append(outcome)
+        print(row(outcome), flush=True)
+        if options.json is not None:
+            text = json.dumps([dataclasses.asdict(each) for each in found], indent=1)
+            options.json.write_text(text + "\n", encoding="utf-8")
+    return found
 
 
 def main() -> int:
@@ -382,20 +439,11 @@ def main() -> int:
     if options.case is not None:
         print(json.dumps(dataclasses.asdict(run(Case(**json.loads(options.case))))))
         return 0
-    found = []
-    print("| shape | lowest tier | planned MB | measured MB | ratio | at least s | step s | x |")
-    print("|---|---|---|---|---|---|---|---|")
-    for case in cases(options.device, options.directory, quick=options.quick):
-        if options.only and options.only not in f"{case.name}, {case.placement}":
-            continue
-        if options.placement and case.placement not in options.placement:
-            continue
-        outcome = run(case) if options.together else run_apart(case)
-        found.append(dataclasses.asdict(outcome))
-        print(row(outcome), flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return 0
+    found = collect(options)
+    held = verdicts(found, quick=options.quick)
+    for what, count, wanted in held:
+        print(f"{what}: {count} of {wanted}")
+    return 0 if all(count == wanted for _, count, wanted in held) else 1
 
 
 if __name__ == "__main__":

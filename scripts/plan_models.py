@@ -323,11 +323,18 @@ def build(config: Config, *, checkpointing: bool = False) -> nn.Module:
     return model
 
 
+_DRAWN = 1_000_003
+"""Values that are drawn of a large matrix and repeated: a prime, so that no two rows are alike."""
+
+
 def initialise(module: nn.Module) -> None:
     """Give one module of a model on meta its values."""
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.02)
+            drawn = torch.randn(min(parameter.numel(), _DRAWN)) * 0.02
+            with torch.no_grad():
+                for piece in parameter.view(-1).split(_DRAWN):
+                    piece.copy_(drawn[: piece.numel()])
         else:
             nn.init.constant_(parameter, 0.0 if "bias" in name else 1.0)
 

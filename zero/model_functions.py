@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,8 +13,8 @@ from torch import nn
 
 from estimators import command
 from estimators.field import ModelSize, size_of
-from estimators.models import ModelError, ModelShape, ParameterShape
-from zero.units import find_blocks
+from estimators.models import ModelError, ModelShape, ParameterShape, model_of_config
+from zero.units import ELEMENTS, find_blocks, owners_of
 
 
 def build_on_meta(source: str) -> nn.Module:
@@ -39,19 +40,12 @@ def build_on_meta(source: str) -> nn.Module:
 def shape_of(model: nn.Module, name: str) -> ModelShape:
     """Return the parameters of a built model, with the repeated blocks that units are formed of.
 
-    What two blocks share, or a block and the rest, belongs to the root.
+    What two blocks share, or a block and the rest, belongs to the root. A model of transformers has
+    a configuration; if it describes exactly these parameters, what it computes is known as well.
     """
-    owners: dict[int, set[str]] = {}
-    inside: set[int] = set()
-    for block, module in find_blocks(model):
-        for each in module.modules():
-            inside.add(id(each))
-            for parameter in each.parameters(recurse=False):
-                owners.setdefault(id(parameter), set()).add(block)
-    for module in model.modules():
-        if id(module) not in inside:
-            for parameter in module.parameters(recurse=False):
-                owners.setdefault(id(parameter), set()).add("")
+    blocks = find_blocks(model)
+    names = ["", *(name for name, _ in blocks)]
+    owners = owners_of(model, blocks)
     tables = {
         id(parameter)
         for module in model.modules()
@@ -61,10 +55,30 @@ def shape_of(model: nn.Module, name: str) -> ModelShape:
     parameters = []
     for path, parameter in model.named_parameters():
         found = owners[id(parameter)]
-        block = next(iter(found)) if len(found) == 1 else ""
+        block = names[next(iter(found))] if len(found) == 1 else ""
         shape = tuple(parameter.shape)
-        parameters.append(ParameterShape(path, shape, block, id(parameter) in tables))
-    return ModelShape(name, type(model).__name__, tuple(parameters))
+        is_table = id(parameter) in tables
+        element, trains = ELEMENTS.get(parameter.dtype), parameter.requires_grad
+        parameters.append(ParameterShape(path, shape, block, is_table, element, trains))
+    return _computed(model, ModelShape(name, type(model).__name__, tuple(parameters)))
+
+
+def _computed(model: nn.Module, shape: ModelShape) -> ModelShape:
+    """Return a shape with what its model computes, if that is known of a model of these sizes."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    values = to_dict() if callable(to_dict) else None
+    if not isinstance(values, dict):
+        return shape
+    try:
+        known = model_of_config(values, shape.name)
+    except ModelError:
+        return shape
+    sizes = [
+        [(each.name, each.shape, each.block) for each in one.parameters] for one in (known, shape)
+    ]
+    if sizes[0] != sizes[1]:
+        return shape
+    return replace(known, parameters=shape.parameters)
 
 
 def _measure(source: str) -> ModelSize:

@@ -26,6 +26,7 @@ from estimators.fit import (
     nearest_problem,
     purchases,
 )
+from estimators.inputs import Node
 from estimators.models import ModelError
 from estimators.words import count_text
 from zero.errors import ConfigError
@@ -141,24 +142,7 @@ def _fit(options: argparse.Namespace, asked: Asked) -> int:
     )
     found = choices(asked.model, node, wanted)
     bought = purchases(asked.model, node, wanted)
-    more = [f"Host memory: {asked.host_source}, {budget} bytes of it for tiers.host_memory."]
-    if not found:
-        more.append(f"Nothing fits: {nearest_problem(asked.model, node, wanted)}.")
-        if options.nvme is None:
-            more.append("No drive was tried: --nvme SIZE says how much room one has.")
-    if found and found[0].inputs.batch.checkpointing:
-        more.append(
-            "Checkpointing is switched on in the model: with transformers by"
-            " model.gradient_checkpointing_enable()."
-        )
-    if options.largest:
-        largest = (deepest(asked.model, node, wanted), largest_preset(node, wanted))
-        more += [
-            f"The largest {what}: {each.name}, {count_text(each.numel)} parameters in"
-            f" {1 + len(each.blocks)} units."
-            for what, each in zip(("of these widths", "by name"), largest, strict=True)
-            if each is not None
-        ]
+    more = _remarks(options, asked, node, wanted, found)
     config = configuration(found[0], options.nvme_path) if found else None
     if config is not None and options.write is not None:
         options.write.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -180,11 +164,48 @@ def _fit(options: argparse.Namespace, asked: Asked) -> int:
     return 0 if found else 1
 
 
+def _remarks(
+    options: argparse.Namespace,
+    asked: Asked,
+    node: Node,
+    wanted: Wanted,
+    found: Sequence[Choice],
+) -> list[str]:
+    """Return what is said beside the tables."""
+    more = [
+        f"Host memory: {asked.host_source}, {node.host_bytes} bytes of it for tiers.host_memory."
+    ]
+    if not found:
+        more.append(f"Nothing fits: {nearest_problem(asked.model, node, wanted)}.")
+        if options.nvme is None:
+            more.append("No drive was tried: --nvme SIZE says how much room one has.")
+    if found and found[0].inputs.batch.checkpointing:
+        more.append(
+            "Checkpointing is switched on in the model: with transformers by"
+            " model.gradient_checkpointing_enable()."
+        )
+    if options.largest and not asked.model.stacks:
+        more.append("Of a model of which only sizes are known no deeper one can be told.")
+    elif options.largest:
+        largest = (deepest(asked.model, node, wanted), largest_preset(node, wanted))
+        more += [
+            f"The largest {what}: {each.name}, {count_text(each.numel)} parameters in"
+            f" {1 + len(each.blocks)} units."
+            for what, each in zip(("of these widths", "by name"), largest, strict=True)
+            if each is not None
+        ]
+    return more
+
+
 def configuration(choice: Choice, nvme_path: str) -> dict[str, Any]:
     """Return a configuration that trains as a choice says; `zero.config check` accepts it."""
     inputs = choice.inputs
     names = {tier: name for name, tier in TIERS.items()}
-    zero: dict[str, Any] = {"stage": inputs.stage}
+    zero: dict[str, Any] = {
+        "stage": inputs.stage,
+        "stage3_param_persistence_threshold": inputs.persistence.numel,
+        "stage3_model_persistence_threshold": inputs.persistence.total_numel,
+    }
     for key, tier in (
         ("offload_param", inputs.parameter_tier),
         ("offload_optimizer", inputs.optimizer_tier),

@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from estimators import DriveRates, ElementType, StateFormat, Tier
+from estimators import DriveRates, ElementType, Persistence, StateFormat, Tier
 from estimators.activations import AttentionKind, Batch
 from estimators.command import is_function
 from estimators.fit import budget_of
@@ -18,6 +18,7 @@ from estimators.words import parse_bytes
 from zero import machine
 from zero.config import ConfigError, load_config
 from zero.config.loading import ConfigWarning
+from zero.config.zero_models import ZeroOptimization
 from zero.model_functions import build_on_meta, shape_of
 from zero.optimizer import rule_of
 from zero.planning import updates_on_device
@@ -93,6 +94,14 @@ def _bandwidths(options: argparse.Namespace, gpu: Gpu | None) -> Bandwidths:
     return found
 
 
+def default_persistence() -> Persistence:
+    """Return which parameters stay where no configuration says it."""
+    usual = ZeroOptimization()
+    return Persistence(
+        usual.stage3_param_persistence_threshold, usual.stage3_model_persistence_threshold
+    )
+
+
 def read_settings(path: str, world_size: int, hidden: int) -> Settings:
     """Return the settings of a configuration file, without its warnings.
 
@@ -117,15 +126,37 @@ def plan_inputs(options: argparse.Namespace, asked: Asked) -> PlanInputs:
         AttentionKind(options.attention),
         options.checkpointing,
     )
-    inputs = PlanInputs(asked.model, asked.node, batch, element=ELEMENTS[options.dtype or "bf16"])
+    inputs = PlanInputs(
+        asked.model,
+        asked.node,
+        batch,
+        element=ELEMENTS[options.dtype or "bf16"],
+        persistence=default_persistence(),
+    )
+    given = None
     if options.config is not None:
         settings = read_settings(options.config, asked.node.world_size, asked.model.hidden)
         inputs = _configured(inputs, settings, options)
+        given = settings.element
+    if options.dtype is None and given is None:
+        inputs = _as_built(inputs)
     inputs = _overridden(inputs, options)
     if inputs.node.host_bytes is None:
         budget = budget_of(asked.host_memory_bytes, inputs.node.gpus)
         inputs = replace(inputs, node=replace(inputs.node, host_bytes=budget))
     return inputs
+
+
+def _as_built(inputs: PlanInputs) -> PlanInputs:
+    """Return inputs that keep the types of a built model, as `zero.initialize` does."""
+    numels: dict[ElementType, int] = {}
+    for each in inputs.model.parameters:
+        if each.element is not None:
+            numels[each.element] = numels.get(each.element, 0) + each.numel
+    if not numels:
+        return inputs
+    usual = max(numels, key=lambda element: numels[element])
+    return replace(inputs, element=usual, keeps_elements=True)
 
 
 def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namespace) -> PlanInputs:
@@ -158,30 +189,49 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         else tiers.device_memory_bytes // node.gpus,
         updates_on_device=updates_on_device(settings, rule),
         stage=settings.stage,
+        persistence=settings.persistence,
         rule=rule,
         format_overrides=tuple(
             (each.pattern, each.state_format) for each in tiers.format_overrides
         ),
+        placement_rates=_placement_rates(settings, node),
+        prefetch_numel=settings.prefetch_numel,
+        live_numel=settings.live_numel,
         is_durable=tiers.durable is not None,
         commit_steps=tiers.durable.every_steps if tiers.durable is not None else 1,
     )
 
 
-def _with_given(
-    found: Bandwidths, nvme: tuple[NvmeSettings, ...], options: argparse.Namespace
-) -> Bandwidths:
-    """Return rates with those that the configuration gives, unless the command line does."""
-    if options.measured or options.nvme_read or options.nvme_write:
-        return found
+def _placement_rates(settings: Settings, node: Node) -> DriveRates | None:
+    """Return what `zero.initialize` will know of the drive when it places: a rank's share."""
+    given = _given_rates(settings.tiers.nvme)
+    if given is None:
+        return node.bandwidths.drive if settings.tiers.measures_bandwidth else None
+    read, written = given.read_bytes_per_s, given.write_bytes_per_s
+    return DriveRates(read / node.gpus, written / node.gpus, "given")
+
+
+def _given_rates(nvme: tuple[NvmeSettings, ...]) -> DriveRates | None:
+    """Return the rates of all drives together, if the configuration gives all of them."""
     rates = [
         (each.read_bytes_per_s, each.write_bytes_per_s)
         for each in nvme
         if each.read_bytes_per_s is not None and each.write_bytes_per_s is not None
     ]
     if not rates or len(rates) < len(nvme):
-        return found
+        return None
     read, written = (float(sum(column)) for column in zip(*rates, strict=True))
-    return replace(found, drive=DriveRates(read, written, "given"))
+    return DriveRates(read, written, "given")
+
+
+def _with_given(
+    found: Bandwidths, nvme: tuple[NvmeSettings, ...], options: argparse.Namespace
+) -> Bandwidths:
+    """Return rates with those that the configuration gives, unless the command line does."""
+    given = _given_rates(nvme)
+    if given is None or options.measured or options.nvme_read or options.nvme_write:
+        return found
+    return replace(found, drive=given)
 
 
 def _overridden(inputs: PlanInputs, options: argparse.Namespace) -> PlanInputs:

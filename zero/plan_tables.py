@@ -105,13 +105,18 @@ def _verdict(estimate: Estimate) -> list[str]:
 def time_lines(estimate: Estimate) -> list[str]:
     """Return what is said of time, bytes moved and wear."""
     time, node = estimate.time, estimate.inputs.node
-    pace = estimate.tokens_per_step / time.expected if time.expected else 0.0
-    lines = [
-        f"A step takes at least {seconds_text(time.lower_bound)} ({time.binding} binds), about"
-        f" {seconds_text(time.expected)} as things usually go: {count_text(pace)} tokens/s."
-    ]
+    pace = estimate.tokens_per_second
+    least = f"A step takes at least {seconds_text(time.lower_bound)} ({time.binding} binds)"
+    if pace is None:
+        lines = [f"{least}, and what the model computes, which is not known: no pace is told."]
+    else:
+        lines = [
+            f"{least}, about {seconds_text(time.expected)} as things usually go:"
+            f" {count_text(pace)} tokens/s."
+        ]
     parts = [f"{what} {seconds_text(seconds)}" for what, seconds in time.parts.items() if seconds]
-    lines.append(f"Least time by resource: {', '.join(parts)}.")
+    if parts:
+        lines.append(f"Least time by resource: {', '.join(parts)}.")
     read = estimate.traffic.total_read_bytes * node.gpus
     if read or estimate.wear.written_bytes_per_step:
         written = estimate.wear.written_bytes_per_step
@@ -147,9 +152,11 @@ def _notes(estimate: Estimate) -> Iterator[str]:
             " tune.json."
         )
     if estimate.activations is None:
+        spare = estimate.spare_device_bytes
+        room = "" if spare is None else f" Each GPU has {bytes_text(max(spare, 0))} left for them."
         yield (
             "Activations and compute are not counted: only sizes are known of this model; give"
-            " its config.json."
+            f" its config.json.{room}"
         )
 
 
@@ -176,6 +183,10 @@ def _answer(found: Sequence[Choice]) -> str:
     if not found:
         return "No: nothing of what could be tried fits."
     best = found[0].estimate
+    if best.activations is None:
+        return (
+            "Yes, as far as parameters, gradients and state go; what its forward keeps is unknown."
+        )
     return (
         f"Yes, it can be trained here: a step of {best.tokens_per_step:,} tokens takes about"
         f" {seconds_text(best.time.expected)} (at least {seconds_text(best.time.lower_bound)})."
@@ -203,11 +214,17 @@ def _choice_table(found: Sequence[Choice]) -> Table:
             bytes_text(estimate.device_bytes),
             bytes_text(estimate.host_bytes * gpus),
             bytes_text(estimate.nvme_bytes * gpus) if estimate.nvme_bytes else "-",
-            seconds_text(estimate.time.expected),
-            estimate.time.binding,
-            count_text(choice.tokens_per_second),
+            *_paces(estimate),
         )
     return table
+
+
+def _paces(estimate: Estimate) -> tuple[str, str, str]:
+    """Return time of a step, what binds, and tokens a second, for the table."""
+    pace, time = estimate.tokens_per_second, estimate.time
+    if pace is None:
+        return f"> {seconds_text(time.lower_bound)}", time.binding, "not known"
+    return seconds_text(time.expected), time.binding, count_text(pace)
 
 
 def _purchase_table(best: Choice | None, bought: Sequence[Purchase]) -> Table:
@@ -218,13 +235,16 @@ def _purchase_table(best: Choice | None, bought: Sequence[Purchase]) -> Table:
         if each.best is None:
             table.add_row(each.what, "does not fit either")
             continue
-        inputs, pace = each.best.inputs, each.best.tokens_per_second
+        inputs, pace = each.best.inputs, each.best.estimate.tokens_per_second
+        speed = "not known" if best is not None else "fits"
+        if best is not None and pace is not None:
+            speed = f"{pace / best.tokens_per_second:.2f} x"
         table.add_row(
             each.what,
             _DEVICE_NAMES[inputs.parameter_tier],
             _DEVICE_NAMES[inputs.optimizer_tier],
             str(inputs.batch.samples),
-            count_text(pace),
-            f"{pace / best.tokens_per_second:.2f} x" if best is not None else "fits",
+            "not known" if pace is None else count_text(pace),
+            speed,
         )
     return table

@@ -2,15 +2,18 @@
 
 [Note: rendezvous] Each meeting has a number, the same on all ranks, and a text that says what a
 rank is about to do. Ranks count themselves at a key of the process group's store that holds number
-and text: whoever completes the count lets all go on. Where texts differ, all ranks raise at once.
-A rank that waits for long asks the others what they do; a thread of each rank answers, with the
-place where its program is. A rank that computes is waited for as long as it takes. One that has
-ended, does not answer, or waits in another collective will never come: whoever waits for it raises,
-and all ranks do. Nothing is left pending in the backend, so a program that raised can end.
+and text: whoever completes the count lets all go on. Each rank has a thread besides. If its rank
+has waited for a moment, the thread counts it at a second key, without the text: if that count is
+completed, texts differ, and all ranks raise at once. A rank that waits for long asks the others
+what they do; the threads answer, with the place where the program is. A rank that computes is
+waited for as long as it takes. One that has ended, does not answer, or waits in another collective
+will never come: whoever waits for it raises, and all ranks do. Nothing is left pending in the
+backend, so a program that raised can end.
 """
 
 from __future__ import annotations
 
+import collections
 import datetime
 import hashlib
 import json
@@ -20,6 +23,8 @@ import time
 import traceback
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,10 +48,19 @@ class _Whereabouts:
     """What a rank says of itself; the thread that answers sees nothing else of it."""
 
     rank: int
+    world_size: int
     position: int = 0
     what: str = "nothing yet"
     inside: bool = False
+    mixing: bool = False
+    """Whether a collective of the engine itself waits, on whatever thread."""
     over: threading.Event = field(default_factory=threading.Event)
+    arrived: int = 0
+    """The meeting at which this rank waits for the others, or 0."""
+    counted: int = 0
+    """The last meeting at which the thread has counted this rank, without the text."""
+    spent: collections.deque[str] = field(default_factory=collections.deque)
+    """Keys of meetings that all ranks have left: the thread deletes them."""
 
     def answer(self) -> dict[str, Any]:
         """Return where this rank is."""
@@ -55,7 +69,7 @@ class _Whereabouts:
             "position": self.position,
             "what": self.what,
             "place": place,
-            "waits": waits and not self.inside,
+            "waits": (waits or self.mixing) and not self.inside,
             "inside": self.inside,
             "gone": self.over.is_set(),
         }
@@ -70,7 +84,7 @@ class Rendezvous:
         self._world_size = world_size
         self._store: Any = None
         self._thread: threading.Thread | None = None
-        self._here = _Whereabouts(rank)
+        self._here = _Whereabouts(rank, world_size)
         self._last_keys: tuple[str, ...] = ()
         self._asked = 0
         self._failure: str | None = None
@@ -89,7 +103,7 @@ class Rendezvous:
         here.position += 1
         here.what, here.inside = what, True
         try:
-            alike = self._meet(str(here.position), what)
+            alike = self._meet(here.position, what)
         except RuntimeError as error:
             self._failure = str(error)  # the ranks are no more at the same meeting
             raise
@@ -97,6 +111,18 @@ class Rendezvous:
             here.inside = False
         if not alike:
             raise RankError(self._differences(str(here.position), what))
+
+    @contextmanager
+    def mixing(self) -> Iterator[None]:
+        """Tell whoever asks that this rank waits in a collective of the engine, not in a meeting.
+
+        The backward of a GPU runs on a thread of autograd, whose place nobody looks at.
+        """
+        self._here.mixing = True
+        try:
+            yield
+        finally:
+            self._here.mixing = False
 
     def close(self) -> None:
         """Come to no further meeting; the thread ends."""
@@ -123,20 +149,19 @@ class Rendezvous:
         self._thread.start()
         weakref.finalize(self, self._here.over.set)
 
-    def _meet(self, number: str, what: str) -> bool:
+    def _meet(self, number: int, what: str) -> bool:
         """Come to a meeting, and return whether all ranks came for the same."""
-        store = self._store
+        store, here = self._store, self._here
         digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
-        alike, everybody, go = f"{number}/{digest}", f"{number}/all", f"{number}/go"
+        alike, go = f"{number}/{digest}", f"{number}/go"
         try:
             if store.add(alike, 1) == self._world_size:
                 store.set(go, "alike")
-            elif store.add(everybody, 1) == self._world_size:
-                store.set(go, "not alike")
-            is_alike = self._wait(go, what) == b"alike"
-            if self._rank == 0:  # all ranks have left the meeting before
-                for key in self._last_keys:
-                    store.delete_key(key)
+                is_alike = True
+            else:
+                here.arrived = number
+                self._wait(go, what)
+                is_alike = here.counted != number or store.get(go) == b"alike"
         except RankError:
             raise
         except RuntimeError as error:
@@ -144,10 +169,14 @@ class Rendezvous:
                 f"rank {self._rank}: {what} needs all {self._world_size} ranks, and the store that"
                 f" rank 0 keeps cannot be reached: that rank has ended, or failed ({error})"
             ) from error
-        self._last_keys = (alike, everybody, go)
+        finally:
+            here.arrived = 0
+        if self._rank == 0:
+            here.spent.extend(self._last_keys)  # all ranks have left the meeting before
+            self._last_keys = (alike, go)
         return is_alike
 
-    def _wait(self, go: str, what: str) -> bytes:
+    def _wait(self, go: str, what: str) -> None:
         suspects: dict[int, str] = {}
         begin, warned = time.monotonic(), False
         while True:
@@ -155,10 +184,9 @@ class Rendezvous:
                 self._store.wait([go], datetime.timedelta(seconds=self.patience_s))
             except RuntimeError:
                 if self._store.check([go]):
-                    continue
+                    return
             else:
-                value: bytes = self._store.get(go)
-                return value
+                return
             found = self._ask()
             lost = {rank: text for rank, text in found.items() if text.startswith("!")}
             certain = lost.keys() & suspects.keys()
@@ -234,16 +262,32 @@ def _describe(rank: int, answer: dict[str, Any]) -> str:
 
 
 def _listen(store: Any, here: _Whereabouts) -> None:
-    """Answer whoever asks, until the engine is gone or the store is."""
-    answered = 0
+    """Answer whoever asks, and count a rank that waits, until the engine or the store is gone."""
+    answered = seen = 0
     try:
         while not here.over.wait(_POLL_S):
             asked = store.add("asked", 0)
             for number in range(answered + 1, asked + 1):
                 store.set(f"answer/{here.rank}/{number}", json.dumps(here.answer()))
             answered = asked
+            if here.arrived == seen:
+                _count(store, here, seen)
+            seen = here.arrived
+            while here.spent:
+                store.delete_key(here.spent.popleft())
     except RuntimeError:
         return  # the rank that keeps the store has ended, and with it the job
+
+
+def _count(store: Any, here: _Whereabouts, number: int) -> None:
+    """Count a rank that waits at a meeting since the last look, if that is not done."""
+    if not number or number == here.counted:
+        return
+    if here.counted:
+        here.spent.append(f"{here.counted}/all")  # all ranks have left that meeting
+    here.counted = number
+    if store.add(f"{number}/all", 1) == here.world_size:
+        store.set(f"{number}/go", "not alike")
 
 
 def _place_of(thread: int) -> tuple[str, bool]:

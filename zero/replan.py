@@ -169,6 +169,8 @@ def rebuild(
         known = gather_carried(optimizer, groups, old, history)
         arranged = arrange_carried(optimizer, blueprint.groups, history.updates, known)
         sources, moved = _copy(model, nursery, history, known, resize)
+        whole = optimizer.fused if isinstance(optimizer.fused, WholeOptimizer) else None
+        waiting = whole.leave(spool) if whole is not None else {}
         communicator.join("leaving the old plan")
     except BaseException:
         io.close()
@@ -180,6 +182,8 @@ def rebuild(
         history.births = births
         _put_back(runtime, history, moved)
         adopt_carried(optimizer, arranged)
+        if whole is not None:
+            whole.adopt(waiting)
     except BaseException as error:
         io.close()
         old.store.fail(

@@ -26,7 +26,7 @@ from zero.carried import describe_carried
 from zero.errors import ConfigError, RunStateError
 from zero.plain import dump_plain, from_plain, to_plain
 from zero.progress import progress, set_progress
-from zero.whole import describe_whole
+from zero.whole import LateTensor, describe_whole
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine
@@ -57,6 +57,8 @@ class RunState:
 
     data: dict[str, Any]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    late: Mapping[str, LateTensor] = field(default_factory=dict)
+    """Tensors that the data name as well, and that rest in records of whole tensors."""
 
     def to_json(self) -> str:
         """Return the data as JSON text, the same for the same state."""
@@ -132,7 +134,11 @@ def capture(engine: ZeroEngine) -> RunState:
         "buffers": dict(other_state(engine.module)),
     }
     data = {key: to_plain(value, key, tensors) for key, value in plain.items()}
-    return RunState(data, tensors)
+    late: Mapping[str, LateTensor] = {}
+    if engine.optimizer is not None:
+        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        data["whole"], late = describe_whole(engine.optimizer.fused, names)
+    return RunState(data, tensors, late)
 
 
 def restore(
@@ -262,7 +268,6 @@ def _describe_optimizer(engine: ZeroEngine) -> dict[str, Any] | None:
             )
         ],
         "configured": engine.configured_groups,
-        "whole": describe_whole(optimizer.fused, names),
         "carried": describe_carried(optimizer, engine._groups, engine._runtime, engine._history),
     }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from estimators import ElementType, StateFormat, Tier
+from estimators import NOTHING_STAYS, ElementType, Persistence, StateFormat, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,5 +125,7 @@ class Settings:
     drop_last_batch: bool = False
     gradient_element: ElementType | None = None
     """Type that gradients accumulate in; None is the parameters' own."""
+    persistence: Persistence = NOTHING_STAYS
+    """Which small parameters stay unsharded on the device."""
     autocasts: bool = False
     """Whether forward runs under torch.autocast to bfloat16."""

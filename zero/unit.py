@@ -39,14 +39,13 @@ from offload import (
     write_range,
 )
 from offload.arrays import torch_dtype
-from offload.ledger import Activity
 from zero.aliases import LateAliases, checksums, checksums_of
-from zero.coming import ComingParameters, read_flat
+from zero.coming import ComingParameters, gather_flat, read_flat
 from zero.comm import Communicator
 from zero.late import Checksums, differing
 from zero.replicated import gather_values
 from zero.seal import seal_all, sealed_like
-from zero.units import ManagedParameter
+from zero.units import ManagedParameter, Router
 
 
 class UnitState(enum.Enum):
@@ -98,6 +97,8 @@ class Segment:
         self.late_differences: torch.Tensor | None = None
         """On a device, which parameters checksums showed to be written; [Note: late comparison]."""
         self.coming = ComingParameters(self)
+        self.change_count = 0
+        """Grows with every change of the values, on all ranks alike."""
         self._has_masters = False
         """Whether it rests in place and its masters elsewhere."""
         self._sums_hold = False
@@ -143,11 +144,10 @@ class Segment:
         """Read this rank's shard into the flat buffer and gather the others'."""
         if self.is_in_place:
             return
-        if not self.coming.take(store):
-            self._device.join(read_flat(self, store))
-        with ledger.timing(Activity.COLLECTIVE):
-            self.communicator.agree(self.index, f"the parameters of unit {self.spec.unit}")
-            self.communicator.all_gather_in_place(self.flat)
+        if self.coming.take(store):
+            return
+        self._device.join(read_flat(self, store))
+        gather_flat(self, ledger)
 
     def expose(self) -> None:
         """Make the parameters plain: their values may be read now."""
@@ -294,11 +294,13 @@ class Segment:
     def forget_value(self, position: int) -> None:
         """Tell autograd that one parameter changed, and take the change as known."""
         torch.autograd.graph.increment_version([self.members[position].parameter])
+        self.change_count += 1
         self.accept_changes(position)
 
     def forget_values(self) -> None:
         """Tell autograd that the values changed: a graph that saved the old ones must not run."""
         torch.autograd.graph.increment_version(self.parameters)
+        self.change_count += 1
         self._sums_hold = False
 
     def _has_strayed(self, member: ManagedParameter) -> bool:
@@ -353,15 +355,25 @@ class Unit:
     """Parameters that are unsharded and resharded together."""
 
     def __init__(
-        self, index: int, name: str, module: nn.Module, segments: Sequence[Segment]
+        self,
+        index: int,
+        name: str,
+        module: nn.Module,
+        segments: Sequence[Segment],
+        router: Router | None = None,
     ) -> None:
         self.index = index
         self.name = name
         self.module = module
         self.segments = tuple(segments)
+        self.numel = sum(sum(segment.layout.numels) for segment in self.segments)
+        """Elements of the full parameters."""
+        self.router = router
         self.state = UnitState.SHARDED
         self.forward_depth = 0
         self.gather_depth = 0
+        self.window_depth = 0
+        """`GatheredParameters` windows of what rests in place, for which nothing is gathered."""
         self.backward_tokens: dict[object, int] = {}
         """Forward instances whose backward is running, with their graph task ids."""
 
@@ -380,11 +392,6 @@ class Unit:
         )
 
     @property
-    def numel(self) -> int:
-        """Elements of the full parameters."""
-        return sum(sum(segment.layout.numels) for segment in self.segments)
-
-    @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's shard of the parameters."""
         return sum(
@@ -395,6 +402,11 @@ class Unit:
     def is_unsharded(self) -> bool:
         """Whether the full parameters are in memory and count."""
         return self.state is UnitState.UNSHARDED
+
+    @property
+    def is_in_window(self) -> bool:
+        """Whether a `GatheredParameters` block is around it."""
+        return bool(self.gather_depth or self.window_depth)
 
     @property
     def is_held(self) -> bool:

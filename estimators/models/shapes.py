@@ -12,6 +12,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from estimators.formats import ElementType
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
@@ -23,6 +25,9 @@ class ParameterShape:
     """The repeated block that it belongs to; empty for the root unit."""
     is_embedding: bool = False
     """Whether rows of it are looked up."""
+    element: ElementType | None = None
+    """Type that it is built in; None where nothing is built yet."""
+    is_trainable: bool = True
 
     @property
     def numel(self) -> int:
@@ -155,6 +160,11 @@ class ModelShape:
     def numel(self) -> int:
         """All parameters."""
         return sum(each.numel for each in self.parameters)
+
+    @cached_property
+    def trainable_numel(self) -> int:
+        """Parameters that are trained."""
+        return sum(each.numel for each in self.parameters if each.is_trainable)
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:

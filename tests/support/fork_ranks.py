@@ -24,7 +24,8 @@ Work = Callable[[int], Any]
 
 def start_ranks(work: Work, world_size: int, folder: Path) -> list[int]:
     """Fork `world_size` ranks (one needs no process group), and return their process ids."""
-    store = Path(tempfile.mkdtemp(dir=folder)) / "store"
+    told = Path(tempfile.mkdtemp(dir=folder))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = []
     for rank in range(world_size):
         sys.stdout.flush()
@@ -33,19 +34,19 @@ def start_ranks(work: Work, world_size: int, folder: Path) -> list[int]:
             warnings.simplefilter("ignore")  # of forking with threads: these are idle
             process = os.fork()
         if process == 0:
-            _run(work, rank, world_size, store)
+            _run(work, rank, (world_size, store.port), told)
         found.append(process)
-    _STORES[found[0]] = store
+    _JOBS[found[0]] = told, store
     return found
 
 
 def wait_for(processes: list[int], timeout_s: float = 120) -> list[Any]:
     """Wait for ranks and return what each returned; a rank that failed fails the test."""
     codes = reap(processes, timeout_s)
-    store = _STORES.pop(processes[0])
+    told, _ = _JOBS.pop(processes[0])
     found = []
     for rank, code in enumerate(codes):
-        path = store.with_name(f"rank{rank}")
+        path = told / f"rank{rank}"
         said = json.loads(path.read_text()) if path.exists() else {"error": f"exit code {code}"}
         assert "error" not in said, f"rank {rank}: {said['error']}"
         found.append(said["result"])
@@ -70,25 +71,26 @@ def on_ranks(work: Work, world_size: int, folder: Path, timeout_s: float = 120) 
     return wait_for(start_ranks(work, world_size, folder), timeout_s)
 
 
-_STORES: dict[int, Path] = {}
+_JOBS: dict[int, tuple[Path, dist.TCPStore]] = {}
+"""By the id of its first rank: where the ranks of a job say what came of them, and their store."""
 
 
-def _run(work: Work, rank: int, world_size: int, store: Path) -> None:
+def _run(work: Work, rank: int, job: tuple[int, int], told: Path) -> None:
+    world_size, port = job
     code = 1
     try:
         os.environ.pop("RANK", None)
         torch.set_num_threads(1)
         if world_size > 1:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
-            )
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         said: dict[str, Any] = {"result": work(rank)}
         code = 0
     except BaseException:  # noqa: BLE001  told to the test
         said = {"error": traceback.format_exc()}
     try:
-        temporary = store.with_name(f".rank{rank}")
+        temporary = told / f".rank{rank}"
         temporary.write_text(json.dumps(said))
-        temporary.rename(store.with_name(f"rank{rank}"))
+        temporary.rename(told / f"rank{rank}")
     finally:
         os._exit(code)

@@ -52,7 +52,7 @@ def check_ends_early(outcomes: list[str]) -> None:
 
 @pytest.mark.nvme
 def test_ranks_that_differ(scratch: Path) -> None:
-    cases = ("slow", "branches", "early_step", "ends_early")
+    cases = ("slow", "branches", "early_step", "ends_early", "backward_alone")
     first, second = run_cases(scratch, 1.0, *cases, world_size=2)
     said = [[first[number][1], second[number][1]] for number in range(len(cases))]
     assert all(outcome.startswith("completed") for outcome in said[0])
@@ -60,6 +60,9 @@ def test_ranks_that_differ(scratch: Path) -> None:
     check_branches(said[1])
     check_early_step(said[2])
     check_ends_early(said[3])
+    assert said[4][1].startswith("RankError rank 1: reading ")
+    assert "rank 0 waits in another collective, at " in said[4][1]
+    assert "Error" in said[4][0]  # rank 1 ended
     assert list(scratch.iterdir()) == []
 
 

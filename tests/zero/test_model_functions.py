@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from estimators import estimate_zero2_model_states_mem_needs, estimate_zero3_model_states_mem_needs
-from estimators.models import ModelError, preset
+from estimators.models import ModelError, model_of_config, preset
+from scripts import plan_models
 from tests.support.tiny import make_model
 from zero.model_functions import build_on_meta, main_zero2, main_zero3, shape_of
 
@@ -67,6 +69,36 @@ def test_the_shape_of_a_built_model_has_its_blocks() -> None:
     assert shape.blocks == ("blocks.0", "blocks.1")
     (embedding,) = [each for each in shape.parameters if each.name == "embedding.weight"]
     assert embedding.block == ""
+
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "vocab_size": 128,
+}  # fmt: skip
+
+
+class Described:
+    """A configuration as transformers has it at a model."""
+
+    def __init__(self, **changes: object) -> None:
+        self._values = {**CONFIG, **changes}
+
+    def to_dict(self) -> dict[str, object]:
+        return dict(self._values)
+
+
+def test_a_configuration_at_the_model_tells_what_it_computes_if_it_is_true() -> None:
+    with torch.device("meta"):
+        model = plan_models.build(CONFIG)
+    assert not shape_of(model, "bare").stacks
+    model.config = Described()  # type: ignore[assignment]
+    found = shape_of(model, "described")
+    assert found.stacks == model_of_config(CONFIG).stacks
+    assert found.name == "described"
+    model.config = Described(intermediate_size=256)  # type: ignore[assignment]
+    assert not shape_of(model, "false").stacks
+    model.config = Described(model_type="nobody")  # type: ignore[assignment]
+    assert not shape_of(model, "unknown").stacks
 
 
 @pytest.mark.parametrize(

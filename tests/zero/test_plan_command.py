@@ -76,6 +76,21 @@ def test_what_does_not_fit_is_exit_1_and_what_is_wrong_2(
         assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_of_a_built_model_no_pace_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "tests.support.tiny:make_model"
+    assert main(["fit", name, *MACHINE]) == 0
+    printed = capsys.readouterr().out
+    assert "what its forward keeps is unknown" in printed
+    assert "no pace is told" in printed
+    assert "tokens/s." not in printed
+    _, found = run_json(capsys, "fit", name, *MACHINE)
+    for choice in found["choices"]:
+        assert choice["step"]["expected_s"] is None
+        assert choice["step"]["tokens"] == 4096  # one sample, not as many as nothing would take
+    code, plan = run_json(capsys, "plan", name, *MACHINE, "--offload-optimizer", "nvme")
+    assert (code, plan["step"]["flops_per_micro_batch"]) == (0, None)
+
+
 def test_a_plan_of_a_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     config = make_config(

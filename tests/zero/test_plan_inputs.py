@@ -64,13 +64,37 @@ def test_a_plan_of_a_shape_is_the_plan_of_the_built_model(
     shape = shape_of(model, "tiny")
     inputs = inputs_of(config, shape, tmp_path, "--gpus", str(ranks))
     plan = expected(model, config, ranks)
-    assert replace(placement_request(inputs), rates=None) == plan.request
+    assert placement_request(inputs) == plan.request
     found = estimate(inputs).memory
     assert found.sub_groups == plan.sub_groups
     assert (found.slots, found.swap_file_bytes) == (plan.slots, plan.swap_file_bytes)
     assert found.rows() == plan.rows()
     assert (found.host_bytes, found.device_bytes) == (plan.host_bytes, plan.device_bytes)
     assert plan.swap_file_bytes > 0 or "nvme" not in (parameters, optimizer)
+
+
+@pytest.mark.nvme
+def test_a_built_model_is_planned_in_its_own_types_and_frozen_where_it_is(
+    scratch: Path, tmp_path: Path
+) -> None:
+    config = make_config(
+        parameters="nvme", optimizer="nvme", nvme_path=str(scratch), host_memory="150KB",
+        sub_group_size=4096,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = TinyTransformer(layers=3, extra=(5000,))
+    model.blocks[1].bfloat16()
+    model.embedding.requires_grad_(requires_grad=False)
+    model.blocks[2].up.requires_grad_(requires_grad=False)
+    inputs = inputs_of(config, shape_of(model, "mixed"), tmp_path, "--gpus", "2")
+    assert (inputs.element, inputs.keeps_elements) == (ElementType.FP32, True)
+    plan = expected(model, config, 2)
+    assert len({spec.element for spec in plan.request.segments}) == 2
+    assert len({spec.trainable for spec in plan.request.segments}) == 2
+    assert placement_request(inputs) == plan.request
+    assert estimate(inputs).memory.rows() == plan.rows()
+    forced = inputs_of(config, shape_of(model, "mixed"), tmp_path, "--dtype", "bf16")
+    assert {spec.element for spec in placement_request(forced).segments} == {ElementType.BF16}
 
 
 @pytest.mark.full
@@ -91,7 +115,7 @@ def test_a_plan_of_a_configuration_is_the_plan_of_what_transformers_builds(
     )
     plan = expected(build(VARIATIONS[name]), config, 2)
     inputs = inputs_of(config, model_of_config(VARIATIONS[name]), tmp_path, "--gpus", "2")
-    assert replace(placement_request(inputs), rates=None) == plan.request
+    assert placement_request(inputs) == plan.request
     assert estimate(inputs).memory.sub_groups == plan.sub_groups
 
 
@@ -186,7 +210,7 @@ def test_formats_optimizers_and_stages_are_planned_as_they_are_placed(
     plan = expected(model, config, 2)
     assert plan != usual
     inputs = inputs_of(config, shape_of(model, "tiny"), tmp_path, "--gpus", "2")
-    assert replace(placement_request(inputs), rates=None) == plan.request
+    assert placement_request(inputs) == plan.request
     found = estimate(inputs)
     assert found.memory.sub_groups == plan.sub_groups
     assert found.memory.rows() == plan.rows()

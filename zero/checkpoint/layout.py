@@ -27,6 +27,7 @@ from zero.errors import CheckpointError
 from zero.replan import Moments
 from zero.runtime import Runtime
 from zero.unit import Segment
+from zero.whole import LateTensor
 
 _HEADER_ALIGNMENT_BYTES = 4096
 LEAST_FROZEN_BYTES = 1 << 20
@@ -56,10 +57,10 @@ class PieceSource:
 
 @dataclass(frozen=True, slots=True)
 class SmallSource:
-    """A piece whose values are in memory, or in a spool."""
+    """A piece whose values are in memory, in a spool, or in a record of whole tensors."""
 
     piece: PieceEntry
-    values: torch.Tensor | Moments
+    values: torch.Tensor | Moments | LateTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def saved_fields(runtime: Runtime, segment: int) -> list[tuple[str, Field]]:
 
 def plan_file(
     runtime: Runtime,
-    small: Mapping[str, Mapping[str, torch.Tensor]],
+    small: Mapping[str, Mapping[str, torch.Tensor | LateTensor]],
     waiting: Mapping[str, Moments],
     *,
     exclude_frozen: bool,
@@ -202,7 +203,7 @@ def _of_moments(runtime: Runtime, name: str, moments: Moments) -> Iterable[Small
             yield SmallSource(entry, moments)
 
 
-def _of_tensor(section: str, name: str, tensor: torch.Tensor) -> SmallSource:
+def _of_tensor(section: str, name: str, tensor: torch.Tensor | LateTensor) -> SmallSource:
     code = DTYPE_CODES.get(tensor.dtype)
     if code is None:
         raise CheckpointError(

@@ -18,6 +18,7 @@ from offload.span_writer import SpanWriter
 from zero.checkpoint.layout import FilePlan, PieceSource, SmallSource
 from zero.checkpoint.manifest import CHECKSUM_NUMEL, DTYPES, FileEntry, PieceEntry
 from zero.replan import Moments
+from zero.whole import LateTensor
 
 _SMALLEST_BLOCK_BYTES = 64 << 10
 _LARGEST_BLOCK_BYTES = 4 << 20
@@ -201,6 +202,8 @@ def small_values(source: SmallSource) -> torch.Tensor:
     """Return the values of a piece that is not in a shard."""
     if isinstance(source.values, Moments):
         return source.values.states[source.piece.section].own.read()
+    if isinstance(source.values, LateTensor):
+        return source.values.read()
     return source.values
 
 

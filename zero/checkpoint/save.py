@@ -104,7 +104,7 @@ class Save:
             self._frozen_plan = frozen
             self._plan = plan_file(
                 engine._runtime,
-                {STATE: self._state.tensors, CLIENT: client},
+                {STATE: {**self._state.tensors, **self._state.late}, CLIENT: client},
                 _waiting(engine),
                 exclude_frozen=request.exclude_frozen or frozen is not None,
                 as_stored=request.as_stored,

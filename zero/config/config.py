@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import PrivateAttr
 
-from estimators import ElementType, StateFormat, Tier
+from estimators import ElementType, Persistence, StateFormat, Tier
 from zero.config.autos import UNRESOLVED
 from zero.config.batch import MICRO, TOTAL, BatchTriple, resolve_batch
 from zero.config.capabilities import OTHER, SAME, WIDER, Combination, refusals
@@ -127,6 +127,9 @@ class ZeroConfig(Document):
             sub_group_numel=zero.sub_group_size or ZeroOptimization().sub_group_size,
             prefetch_numel=zero.stage3_prefetch_bucket_size,
             live_numel=zero.stage3_max_live_parameters,
+            persistence=Persistence(
+                zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
+            ),
             tiers=self._tier_settings(),
             aio=AioSettings()
             if aio is None

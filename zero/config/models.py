@@ -112,7 +112,7 @@ class Tiers(Section):
     )
     update_device: Annotated[str, Choice(words=("auto", "cpu", "device"))] = key(
         "where the optimizer runs: device streams state through a GPU, at the speed of its link;"
-        " auto does so where there is one",
+        " auto does so where there is one, unless the host is measured to be much sooner over",
         default="auto",
         auto=Auto.MACHINE,
     )

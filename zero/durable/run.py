@@ -50,9 +50,9 @@ from zero.durable.signals import TerminationWatch
 from zero.errors import ConfigError
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Plan, Recalled
-from zero.run_state import capture, model_hash, require_same_model, restore
+from zero.run_state import RunState, capture, model_hash, require_same_model, restore
 from zero.settings import Settings
-from zero.whole import WholeOptimizer
+from zero.whole import recall_whole
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine
@@ -123,11 +123,6 @@ class DurableRun:
             raise ConfigError(
                 f"tiers.durable: the run {durable.name!r} has no optimizer, so it makes no steps to"
                 " commit; pass an optimizer, or remove tiers.durable"
-            )
-        if isinstance(optimizer.fused, WholeOptimizer):
-            raise ConfigError(
-                f"tiers.durable: {optimizer.fused.name} keeps whole tensors, which commits do not;"
-                " remove tiers.durable and save checkpoints, or use an element-wise optimizer"
             )
         run, error = None, ""
         try:
@@ -225,6 +220,7 @@ class DurableRun:
                     " with, or give the new run another tiers.durable.name"
                 )
             changes = restore(engine, state)
+            _recall_whole(engine, state)
             adopt_births(engine, state, changes)
             self.resumed = replace(self.resumed, changes=tuple(changes))
             if self._communicator.rank == 0:
@@ -472,6 +468,13 @@ class _RankMember:
         """Let the places of the last commit be written."""
         self._run._manifests.keep(name)
         self._commits.release()
+
+
+def _recall_whole(engine: ZeroEngine, state: RunState) -> None:
+    """Say what the records of whole tensors are, whose bytes the commit has."""
+    if engine.optimizer is not None:
+        keys = {name: id(parameter) for name, parameter in engine.module.named_parameters()}
+        recall_whole(engine.optimizer.fused, state.data["whole"], keys)
 
 
 def _by_rank(errors: Sequence[str]) -> str:
