@@ -80,7 +80,7 @@ def save_checkpoint(engine: ZeroEngine, request: SaveRequest, *, blocking: bool)
     """Save a checkpoint; a collective. Without `blocking` a thread goes on with it."""
     wait_for_checkpoint(engine)
     _come_to_rest(engine)
-    save = Save(engine, request)
+    save = Save(engine, request, blocking=blocking)
     runtime = engine._runtime
     later: list[tuple[SubGroup, frozenset[Field]]] = []
     try:
