@@ -52,8 +52,8 @@ class GradientReducer:
         self._passing = PassingGradients(store, communicator)
         self.kept = KeptGradients(store, segments)
         self.shown = ShownGradients(store, segments, self.kept.keeps)
-        self.norm = GradientNorm(segments, store, kernels, communicator, self.kept)
         self.hooks = LastHooks()
+        self.norm = GradientNorm(segments, store, kernels, communicator, self.kept)
 
     def register(self, on_arrival: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
         """Hook every parameter that gets gradients; `on_arrival` runs at each, inside backward.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import enum
-import itertools
 from collections.abc import Callable, Iterator
 
 LOG_LIMIT = 4096
@@ -49,13 +48,15 @@ class RecordedOrder:
             self._record(use)
         return self._following()
 
-    def distance(self, unit: int, numel_of: Callable[[int], int]) -> int | None:
-        """Return the elements that are used before a unit is used again; None is not foreseen."""
+    def distance(self, unit: int, numel_of: Callable[[int], int], limit: int) -> int | None:
+        """Return the elements that are used before a unit is again; None is not within a limit."""
         between = 0
         for following in self._following():
             if following == unit:
                 return between
             between += numel_of(following)
+            if between > limit:
+                return None
         return None
 
     def _record(self, use: Use) -> None:
@@ -82,9 +83,8 @@ class RecordedOrder:
     def _following(self) -> Iterator[int]:
         if self._at is None:
             return
-        for (phase, _), (following, unit) in itertools.pairwise(
-            itertools.islice(self._log, self._at, None)
-        ):
+        for at in range(self._at, len(self._log) - 1):
+            (phase, _), (following, unit) = self._log[at : at + 2]
             if phase is Phase.BACKWARD and following is Phase.FORWARD:
                 return
             yield unit

@@ -49,7 +49,7 @@ _POLL_S = 0.25
 _READY = 1 << 32
 """What a rank that is ready adds to the count of a meeting beside itself."""
 
-_ALIKE, _ALL_READY, _APART = b"alike", b"alike and ready", b"not alike"
+_ALIKE, _ALL_READY, _APART = "alike", "alike and ready", "not alike"
 _NO_ANSWER = "does not answer: it has ended or hangs"
 _log = logging.getLogger(__name__)
 _WAITS_ELSEWHERE = ("/torch/distributed/", "/zero/rendezvous.py")
@@ -189,7 +189,7 @@ class Rendezvous:
         here.position += 1
         here.what, here.inside = what, True
         try:
-            met = self._meet(here.position, what, 1 + is_ready * _READY)
+            met = self._meet(here.position, what, is_ready=is_ready)
         except RuntimeError as error:
             self._failure = str(error)  # the ranks are no more at the same meeting
             self._tell(self._failure)
@@ -237,22 +237,21 @@ class Rendezvous:
         self._thread.start()
         weakref.finalize(self, self._here.over.set)
 
-    def _meet(self, number: int, what: str, weight: int) -> bytes:
-        """Come to a meeting, and return whether all ranks came for the same, and were ready."""
+    def _meet(self, number: int, what: str, *, is_ready: bool) -> str:
+        """Come to a meeting, and return whether all ranks came for the same, and all were ready."""
         store, here = self._store, self._here
         digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
         alike, go = f"{number}/{digest}", f"{number}/go"
         try:
-            count = store.add(alike, weight)
+            count = store.add(alike, 1 + is_ready * _READY)
             if count % _READY == self._world_size:
                 met = _ALL_READY if count // _READY == self._world_size else _ALIKE
-                store.set(go, met.decode())
+                store.set(go, met)
             else:
                 here.arrived = number
                 self._wait(go, what)
-                # Where this rank is not ready, not all are; what else was decided, it must read.
-                reads = weight > 1 or here.counted == number
-                met = store.get(go) if reads else _ALIKE
+                is_sure = here.counted != number and not is_ready
+                met = _ALIKE if is_sure else store.get(go).decode()
         except RankError:
             raise
         except RuntimeError as error:
@@ -404,7 +403,7 @@ def _count(store: Any, here: _Whereabouts, number: int) -> None:
         here.spent.append(f"{here.counted}/all")  # all ranks have left that meeting
     here.counted = number
     if store.add(f"{number}/all", 1) == here.world_size:
-        store.set(f"{number}/go", _APART.decode())
+        store.set(f"{number}/go", _APART)
 
 
 def _place_of(thread: int) -> tuple[str, bool]:

@@ -12,10 +12,11 @@ leaves. What is kept goes at the end of a backward, of a forward without gradien
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload import Store
+from zero.coming import UnitAhead
 from zero.memory import live_parameter_bytes
 from zero.order import RecordedOrder
 from zero.unit import Unit
@@ -38,18 +39,24 @@ class KeptUnits:
     """The kept units of one engine."""
 
     def __init__(
-        self, units: Sequence[Unit], store: Store, order: RecordedOrder, limits: PrefetchLimits
+        self,
+        units: Sequence[Unit],
+        store: Store,
+        order: RecordedOrder,
+        limits: PrefetchLimits,
+        present: tuple[Mapping[int, Unit], UnitAhead],
     ) -> None:
         self._units = tuple(units)
         self._store = store
         self._order = order
         self._limits = limits
-        self._kept: set[int] = set()
+        self._unsharded, self._ahead = present
+        self._kept: dict[int, Unit] = {}
 
     @property
-    def units(self) -> list[Unit]:
-        """The units that are kept now."""
-        return [self._units[at] for at in self._kept]
+    def units(self) -> Collection[Unit]:
+        """The units that are kept."""
+        return self._kept.values()
 
     def is_ready(self, unit: Unit) -> bool:
         """Tell whether the parameters of a unit need not be read for its next use."""
@@ -64,27 +71,23 @@ class KeptUnits:
         keeps = may_keep and unit.moves and self._is_near(unit, is_recomputed=is_recomputed)
         unit.reshard(keeps_for=self._store if keeps else None)
         if unit.is_kept:
-            self._kept.add(unit.index)
+            self._kept[unit.index] = unit
             self.make_room(None)
-            self._store.ledger.observe(KEPT, sum(self._units[at].live_bytes for at in self._kept))
+            self._store.ledger.observe(KEPT, sum(each.live_bytes for each in self.units))
         elif self._store.device.is_host:
             self._store.heap.freed(held_bytes)
 
     def make_room(self, unit: Unit | None) -> None:
         """Let kept units go until one that is about to be unsharded fits, the last used first."""
         if unit is not None and unit.index in self._kept:
-            self._kept.remove(unit.index)
+            del self._kept[unit.index]
             return
         if unit is not None and unit.is_unsharded:
             return
         needed_bytes = unit.full_bytes - unit.live_bytes if unit is not None else 0
         needed = unit.numel if unit is not None else 0
         while self._kept and not self._fits(needed_bytes, needed):
-            distances = {at: self._order.distance(at, self._numel_of) for at in self._kept}
-            furthest = max(
-                distances, key=lambda at: (distances[at] is None, distances[at] or 0, at)
-            )
-            self._drop(furthest)
+            self._drop(max(self._kept, key=self._distance_of))
 
     def drop_all(self) -> None:
         """Free everything that is kept."""
@@ -93,28 +96,28 @@ class KeptUnits:
 
     def _is_near(self, unit: Unit, *, is_recomputed: bool) -> bool:
         limit = self._limits.reuse_numel
-        if not limit or is_recomputed:
-            return bool(limit)
-        distance = self._order.distance(unit.index, self._numel_of)
-        return distance is not None and distance <= limit
+        return bool(limit) and (is_recomputed or self._distance_of(unit.index) <= limit)
+
+    def _distance_of(self, at: int) -> int:
+        """Return the elements of others before the next use, more than the limit if not near."""
+        limit = self._limits.reuse_numel
+        distance = self._order.distance(at, self._numel_of, limit)
+        return limit + 1 if distance is None else distance
 
     def _fits(self, size_bytes: int, numel: int) -> bool:
-        live = live_parameter_bytes(self._units) + size_bytes
-        live_numel = numel + sum(
-            each.numel
-            for each in self._units
-            if each.moves and (each.is_unsharded or each.index in self._kept)
-        )
-        planned = self._store.plan.live_parameter_bytes
-        return live <= planned and live_numel <= self._limits.live_numel
+        present = [*self._unsharded.values(), *self._ahead.sharded, *self.units]
+        distinct = {unit.index: unit for unit in present}.values()
+        live_numel = numel + sum(each.numel for each in distinct)
+        planned_bytes = self._store.plan.live_parameter_bytes
+        fits = live_parameter_bytes(distinct) + size_bytes <= planned_bytes
+        return fits and live_numel <= self._limits.live_numel
 
     def _numel_of(self, at: int) -> int:
         unit = self._units[at]
         return unit.numel if unit.moves else 0
 
     def _drop(self, at: int) -> None:
-        self._kept.remove(at)
-        unit = self._units[at]
+        unit = self._kept.pop(at)
         held_bytes = unit.live_bytes
         unit.drop_prefetched(self._store)
         if self._store.device.is_host:

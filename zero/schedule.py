@@ -58,7 +58,6 @@ class UnitScheduler:
         self._store = store
         self._reducer = reducer
         self._order = RecordedOrder()
-        self._kept = KeptUnits(units, store, self._order, limits)
         self.ahead = UnitAhead()
         self._turns = ExpertTurns(units, store, reducer, communicator)
         self._guard = SavedTensorGuard(self._require_for_backward)
@@ -74,6 +73,9 @@ class UnitScheduler:
         """Whether parameters rest on NVMe."""
         self._unsharded: dict[int, Unit] = {}
         """Units that move and are unsharded, by index: few of them, whatever the model's depth."""
+        self._kept = KeptUnits(
+            self.units, store, self._order, limits, (self._unsharded, self.ahead)
+        )
         self._is_retired = False
         self.on_resize: Callable[[Any], None] | None = None
         """Gives a parameter of this runtime another shape."""
@@ -162,8 +164,8 @@ class UnitScheduler:
                 unit.forward_depth = 0
                 self._tokens[unit.index].clear()
                 self._release(unit)
-        self._forwards = 0
         self._kept.drop_all()
+        self._forwards = 0
         if failed and announce:
             warnings.warn(
                 "a backward failed; the gradients of this accumulation window are dropped",
@@ -264,7 +266,7 @@ class UnitScheduler:
         spare = self._limits.live_numel - sum(each.numel for each in self._unsharded.values())
         spare = min(spare, self._limits.prefetch_numel)
         ahead_bytes = 0
-        position = 0
+        is_next = True
         for predicted in following:
             unit_ahead = self.units[predicted]
             if self._kept.is_ready(unit_ahead):
@@ -272,10 +274,10 @@ class UnitScheduler:
             spare -= unit_ahead.numel
             if spare < 0:
                 break
-            if not position and self._copies:
+            if is_next and self._copies:
                 self._kept.make_room(unit_ahead)
                 self.ahead.start(unit_ahead, self._store)
-            position += 1
+            is_next = False
             if not self._pages or not self._read_ahead(unit_ahead):
                 break
             ahead_bytes += unit_ahead.shard_bytes
@@ -298,9 +300,7 @@ class UnitScheduler:
             self._guard.forget(unit)
             self._unsharded.pop(unit.index, None)
             self._kept.reshard(
-                unit,
-                may_keep=not self._turns.take(unit),
-                is_recomputed=is_recomputed,
+                unit, may_keep=not self._turns.take(unit), is_recomputed=is_recomputed
             )
 
     def _queue_end_of_task(self) -> None:

@@ -142,13 +142,13 @@ class Segment:
         """Read this rank's shard into the flat buffer and gather the others'."""
         if self.is_in_place:
             return
-        is_kept = self.coming.is_whole
-        has_come = self.coming.take(store)
-        if has_come and not is_kept and self.layout.world_size > 1:
-            return  # the ranks have exchanged it ahead
-        if not has_come:
+        was_kept = self.coming.is_kept
+        is_here = self.coming.take(store)
+        if is_here and not was_kept:
+            return
+        if not is_here:
             self._device.join(read_flat(self, store))
-        gather_flat(self, ledger, is_whole=is_kept and has_come)
+        gather_flat(self, ledger, is_whole=is_here)
 
     def expose(self) -> None:
         """Make the parameters plain: their values may be read now."""
@@ -390,7 +390,7 @@ class Unit:
     def is_kept(self) -> bool:
         """Whether the full parameters are in memory for the next use."""
         return self.moves and all(
-            segment.is_in_place or segment.coming.is_whole for segment in self.segments
+            segment.is_in_place or segment.coming.is_kept for segment in self.segments
         )
 
     @property

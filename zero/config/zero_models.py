@@ -216,7 +216,7 @@ class ZeroOptimization(Section):
     )
     stage3_max_reuse_distance: Annotated[int, Integer()] = key(
         "a unit keeps its parameters if at most so many elements of others are used before it is"
-        " used again, and while the plan has room for them; 0 for none",
+        " again, and while the plan has room for them; 0 for none",
         default=1_000_000_000,
         auto=Auto.DEFAULT,
     )
