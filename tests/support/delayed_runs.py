@@ -123,7 +123,6 @@ def train_late(path: str, rank: int, world_size: int, seed: int) -> dict[str, An
         late_collectives(delays) as collectives,
         late_device(seed, delays) as device,
         mock.patch.object(zero.comm, "LARGE_GATHER_BYTES", large_bytes),
-        mock.patch.object(zero.planning, "_check_device"),
     ):
         found = train(config, rank, io_engine=engine)
     found["seen"] = {
