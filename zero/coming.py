@@ -55,7 +55,8 @@ class ComingParameters:
         self._version = self._version_of(store)
         self._fence = fence = read_flat(segment, store)
         if segment.communicator.world_size > 1:
-            agree_on(segment)
+            with store.ledger.timing(Activity.COLLECTIVE):
+                agree_on(segment)
             self._fence = store.device.beside(
                 lambda: segment.communicator.all_gather_in_place(segment.flat), segment.flat, fence
             )

@@ -88,7 +88,7 @@ class GradientReducer:
             arrived = _union(self._communicator, self._segments, place, arrived)
             self._passing.finish()
         for index in sorted(arrived):
-            self.reduce(self._all_segments[index])
+            self._reduce(self._all_segments[index])
         for segment in looked_at:
             self.kept.merge(segment)
         if segments is None:
@@ -150,14 +150,15 @@ class GradientReducer:
             target.copy_(gradient.detach())
             arrived.add(position)
         if len(arrived) == len(segment.members) and self._communicator.world_size == 1:
-            self.reduce(segment)
+            self._reduce(segment)
 
     def _scratch_of(self, segment: Segment) -> torch.Tensor:
         """Return where the gradients of the running backward are collected, zero at first."""
         scratch = self._scratch.get(segment.index)
         if scratch is None:
             self._make_room(segment)
-            self._passing.make_room()
+            waiting = {self._all_segments[each].spec.unit_index for each in self._scratch}
+            self._passing.make_room(is_crowded=bool(waiting - {0, segment.spec.unit_index}))
             dtype = torch_dtype(segment.spec.gradient)
             scratch = self._store.device.zeros(segment.layout.padded_numel, dtype)
             self._arrived[segment.index] = set()
@@ -176,10 +177,14 @@ class GradientReducer:
             held = sum(each.nbytes for each in self._scratch.values())
             if held + needed <= self._store.plan.gradient_scratch_bytes:
                 return
-            self.reduce(self._all_segments[next(iter(self._scratch))])
+            self._reduce(self._all_segments[next(iter(self._scratch))])
 
     def reduce(self, segment: Segment) -> None:
         """Reduce what has arrived for a segment, zeros where nothing has; a collective."""
+        self._passing.finish()
+        self._reduce(segment)
+
+    def _reduce(self, segment: Segment) -> None:
         self._scratch_of(segment)
         scratch = self._scratch.pop(segment.index)
         self._arrived.pop(segment.index, None)

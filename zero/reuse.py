@@ -7,8 +7,7 @@ gathered again. Ranks need not keep the same: they tell each other when they mee
 all of them have the values. A unit is kept if the recorded order says that it is used again after
 at most `max_reuse_distance` elements of others, and only in room that the plan has for units in use
 and within `max_live_parameters`: where another unit needs the room, the one that is used last
-leaves.
-What is kept goes at the end of a backward, of a forward without gradients, and at a step.
+leaves. What is kept goes at the end of a backward, of a forward without gradients, and at a step.
 """
 
 from __future__ import annotations

@@ -257,8 +257,9 @@ class UnitScheduler:
 
     def _acquire(self, unit: Unit, phase: Phase) -> None:
         self._unshard(unit)
-        present = [*self._unsharded.values(), *self.ahead.sharded, *self._kept.units]
-        self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(present))
+        others = {each.index: each for each in (*self.ahead.sharded, *self._kept.units)}
+        present = {**others, **self._unsharded}
+        self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes([*present.values()]))
         following = self._order.visit(phase, unit.index)
         if not (self._pages or self._copies):
             return
