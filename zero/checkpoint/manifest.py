@@ -412,6 +412,8 @@ def _foreign(folder: Path) -> str:
     names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
     if any(name.endswith(("_model_states.pt", "_optim_states.pt")) for name in names):
         return "; it looks like a checkpoint of DeepSpeed"
+    if ".metadata" in names:
+        return "; torch.distributed.checkpoint wrote it: load it with zero.checkpoint.load_dcp"
     if not folder.exists():
         return "; there is no such folder"
     return ""
