@@ -438,7 +438,8 @@ def step_traffic(
 ) -> StepTraffic:
     """Return the NVMe bytes that one optimizer step of `micro_batches` moves on this rank.
 
-    See `moves_per_step`. State that was never written is zero and is not read.
+    See `moves_per_step`. State that was never written is zero and is not read, and
+    parameters that are kept from one use to the next are read once for both.
 
     Args:
         plan: the plan of this rank.

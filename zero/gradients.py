@@ -22,7 +22,7 @@ from offload import Kernels, Ledger, Store
 from offload.arrays import torch_dtype
 from offload.device import Fence
 from zero.comm import Communicator
-from zero.hooks import ModuleHook
+from zero.hooks import LastHooks, ModuleHook
 from zero.kept import KeptGradients
 from zero.norms import GradientNorm
 from zero.parameter import take_gradient
@@ -52,6 +52,7 @@ class GradientReducer:
         self._passing = PassingGradients(store, communicator)
         self.kept = KeptGradients(store, segments)
         self.shown = ShownGradients(store, segments, self.kept.keeps)
+        self.hooks = LastHooks()
         self.norm = GradientNorm(segments, store, kernels, communicator, self.kept)
 
     def register(self, on_arrival: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
@@ -69,8 +70,7 @@ class GradientReducer:
                     before = ModuleHook(self._before_arrival)
                     handles.append(member.parameter.register_hook(before))  # type: ignore[no-untyped-call]
                 collect = ModuleHook(self._arrive, segment, position)
-                handle = member.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
-                handles.append(handle)
+                handles.append(self.hooks.add(member.parameter, collect))
         return handles
 
     def flush(self, segments: Sequence[Segment] | None = None) -> None:
