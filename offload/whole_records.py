@@ -263,9 +263,11 @@ class WholeRecords:
         span = buffer.span.sub(0, record.size_bytes)
         place = self._place(record, span, link)
         submit = self._engine.submit_read if link is Link.READ else self._engine.submit_write
+        if self._file is None:
+            raise RuntimeError("records of whole tensors page, and there is no swap file")
         self._ledger.submitted(link, record.name)
         try:
-            buffer.ticket = submit(self._require_file(), place, span)
+            buffer.ticket = submit(self._file, place, span)
         except OSError as error:
             raise self._failed(buffer, record, error) from error
 
@@ -323,11 +325,6 @@ class WholeRecords:
                 f" {found:032x}: bits changed on the drive or on the way; they were not used. Check"
                 " the drive, and start again from the last checkpoint",
             )
-
-    def _require_file(self) -> TransferFile:
-        if self._file is None:
-            raise RuntimeError("records of whole tensors page, and there is no swap file")
-        return self._file
 
 
 def _views(record: _Record, buffer: _Staging) -> list[Tensor]:
