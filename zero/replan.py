@@ -130,6 +130,17 @@ class Resize:
         return new
 
 
+def _admit(optimizer: ZeroOptimizer, resize: Resize | None) -> None:
+    """Refuse what an optimizer without a kernel cannot do."""
+    if isinstance(optimizer.fused, GenericOptimizer):
+        optimizer.fused.admit(optimizer.param_groups)
+    if resize is not None and isinstance(optimizer.fused, WholeOptimizer):
+        raise RuntimeError(
+            f"{optimizer.fused.name} keeps whole tensors of each parameter, which cannot be cut to"
+            " another shape; resize before zero.initialize"
+        )
+
+
 def rebuild(
     model: nn.Module,
     old: Runtime,
@@ -149,13 +160,7 @@ def rebuild(
     Whatever else is raised while the copies are made has changed nothing either; after that, the
     old store is failed and refuses all further work.
     """
-    if isinstance(optimizer.fused, GenericOptimizer):
-        optimizer.fused.admit(optimizer.param_groups)
-    if resize is not None and isinstance(optimizer.fused, WholeOptimizer):
-        raise RuntimeError(
-            f"{optimizer.fused.name} keeps whole tensors of each parameter, which cannot be cut to"
-            " another shape; resize before zero.initialize"
-        )
+    _admit(optimizer, resize)
     io = open_io_engine(settings)
     try:
         births = history.births_now(old, optimizer)
