@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from estimators.layout import SHARD_ALIGNMENT_NUMEL, align_up, split_evenly_bounded
+from estimators.layout import SHARD_ALIGNMENT_NUMEL, align_down, align_up, split_evenly_bounded
 from estimators.rates import ASSUMED_RATES
 from estimators.records import (
     Extent,
@@ -85,7 +85,7 @@ def largest_fitting_numel(
     """Return the most elements of `segment` whose staged sections fit `slot_bytes` (0 if none)."""
     return _fitting_numel(
         lambda numel: staged_bytes(request, segment, numel) <= slot_bytes,
-        _align_down(cap, SHARD_ALIGNMENT_NUMEL),
+        align_down(cap, SHARD_ALIGNMENT_NUMEL),
     )
 
 
@@ -168,10 +168,10 @@ def plan_slots(request: PlacementRequest, host_bytes: int) -> SlotPlan:
         asked = [(share, most, least) for least in (efficient, smallest) for share in halves]
         attempts = [*asked, *attempts]
     for share, count, least in attempts:
-        size = min(full, _align_down(share // count, request.alignment_bytes))
+        size = min(full, align_down(share // count, request.alignment_bytes))
         if size >= least:
             return SlotPlan(count, size)
-    return SlotPlan(1, min(full, _align_down(host_bytes, request.alignment_bytes)))
+    return SlotPlan(1, min(full, align_down(host_bytes, request.alignment_bytes)))
 
 
 def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
@@ -351,10 +351,6 @@ def _cut(request: PlacementRequest, slots: SlotPlan | None) -> list[list[tuple[i
     return cuts
 
 
-def _align_down(size_bytes: int, alignment_bytes: int) -> int:
-    return size_bytes // alignment_bytes * alignment_bytes
-
-
 class _Part:
     """A sub-group in the making."""
 
@@ -435,7 +431,7 @@ class _Pinning:
             part = parts[position]
             position += 1
             room_bytes = (
-                _align_down(resident_bytes(held_bytes) + self._left_bytes, RESIDENT_ALIGNMENT_BYTES)
+                align_down(resident_bytes(held_bytes) + self._left_bytes, RESIDENT_ALIGNMENT_BYTES)
                 - held_bytes
             )
             numel = _fitting_numel(
@@ -443,7 +439,7 @@ class _Pinning:
                 part.numel,
             )
             if section is Section.PARAMETER and self._parameters_left_numel is not None:
-                numel = min(numel, _align_down(self._parameters_left_numel, SHARD_ALIGNMENT_NUMEL))
+                numel = min(numel, align_down(self._parameters_left_numel, SHARD_ALIGNMENT_NUMEL))
             if numel < part.numel:
                 if numel:
                     parts.insert(position, part.split(numel))

@@ -111,7 +111,7 @@ def _block_sums(values, sums, lead, numel):
 def _launch(kernel: Any, *operands: Any, numel: int) -> None:
     """Run a kernel that masks what is not there on all elements."""
     if numel:
-        with torch.cuda.device(operands[0].device):
+        with torch.cuda.device(operands[0].get_device()):
             kernel[(triton.cdiv(numel, _PLAIN.tile),)](
                 *operands, numel, TILE=_PLAIN.tile, num_warps=_PLAIN.warps, **_OPTIONS
             )
@@ -126,7 +126,7 @@ def _launch_update(operands: tuple[Any, ...], shape: _Shape, how: tuple[int, int
     options = {**_OPTIONS, "num_warps": shape.warps}
     if shape.registers is not None:
         options["maxnreg"] = shape.registers
-    with torch.cuda.device(device):
+    with torch.cuda.device(arrays[0].get_device()):
         if tiles:
             update[(min(tiles, most),)](
                 *operands, HOW=(*how, False), TILE=shape.tile, STAGES=shape.stages, **options
@@ -150,6 +150,12 @@ def _processors(device: torch.device) -> int:
 def _as_int32(word: int) -> int:
     """Return the number with the same 32 bits that Triton takes for an int32, whatever they are."""
     return (word & 0xFFFF_FFFF ^ 0x8000_0000) - 0x8000_0000
+
+
+@functools.lru_cache(maxsize=64)
+def _values(scalars: UpdateScalars) -> tuple[float, ...]:
+    """Return the scalars of an update in order; a step has one set for each parameter group."""
+    return tuple(float(getattr(scalars, each.name)) for each in dataclasses.fields(scalars))
 
 
 def _bases(state: StateArrays) -> tuple[Tensor | None, ...]:
@@ -183,7 +189,7 @@ class TritonKernels(UpdateCalls):
         )
         is_fp16 = param.dtype is torch.float16
         how = _KEPT.get(kept, _WHOLE_FP16 if is_fp16 else _WHOLE_BF16)
-        values = tuple(float(each) for each in dataclasses.astuple(scalars))
+        values = _values(scalars)
         first, high = (key.first + key.low, key.high) if key is not None else (0, 0)
         arrays = (param, weight, grad, *moments)
         operands = (arrays, (*values, 1.0), _as_int32(first), _as_int32(high), param.numel())
@@ -211,6 +217,6 @@ class TritonKernels(UpdateCalls):
         count = triton.cdiv(lead + values.numel(), BLOCK_NUMEL) if values.numel() else 0
         sums = torch.empty(count, dtype=torch.float64, device=values.device)
         if count:
-            with torch.cuda.device(values.device):
+            with torch.cuda.device(values.get_device()):
                 _block_sums[(count,)](values, sums, lead, values.numel(), num_warps=2, **_OPTIONS)
         return sums

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -123,8 +124,10 @@ def train_late(path: str, rank: int, world_size: int, seed: int) -> dict[str, An
         late_collectives(delays) as collectives,
         late_device(seed, delays) as device,
         mock.patch.object(zero.comm, "LARGE_GATHER_BYTES", large_bytes),
-        mock.patch.object(zero.planning, "_check_device"),
+        warnings.catch_warnings(),
     ):
+        # A layer that is used twice holds its gradient while others come and leave the device.
+        warnings.filterwarnings("ignore", "the first step took .* gradients unsharded")
         found = train(config, rank, io_engine=engine)
     found["seen"] = {
         **{what: delays.counts[what] for what in KINDS},

@@ -55,7 +55,7 @@ class Delays:
     def __init__(self, seed: int, rank: int, world_size: int) -> None:
         self.counts: collections.Counter[str] = collections.Counter()
         self.chance = random.Random(f"{seed} {rank}")
-        self._longest_s = 2e-3 if seed % world_size == rank else 5e-4
+        self._longest_s = 1e-3 if seed % world_size == rank else 2e-4
 
     def length_s(self) -> float:
         """Return how long something is late: mostly not at all, sometimes for long."""

@@ -339,6 +339,7 @@ def start(model: nn.Module, path: str) -> zero.ZeroEngine:
         host_memory=f"{24 * WORLD[0]}KB",
         sub_group_size=256,
     )
+    config["zero_optimization"]["stage3_max_reuse_distance"] = 10**9
     config["gradient_clipping"] = 0.0
     config["optimizer"] = {
         "type": "AdamW",

@@ -202,4 +202,4 @@ def test_destroy_gives_everything_back_on_two_ranks(
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     for grown in on_ranks(lambda _: grown_on_ranks(scratch), 2, scratch):
         assert grown.pop("KB") < 4 * LAYER_KB  # a shard is half a layer, and kept 21 times
-        assert grown == {"descriptors": 0, "threads": 0}
+        assert max(grown.values()) <= 0, grown

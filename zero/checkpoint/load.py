@@ -342,7 +342,8 @@ def verify_blocks(files: CheckpointFiles, io: Engine, thread_count: int) -> int:
     blocks = (
         (piece, number)
         for rank in files.manifest.ranks
-        for piece in sorted(rank.file.pieces, key=lambda each: each.offset)
+        for file in rank.files
+        for piece in sorted(file.pieces, key=lambda each: each.offset)
         for number in range(len(piece.checksums))
     )
     crew, size_bytes = Crew(thread_count), 0

@@ -79,8 +79,8 @@ class LoadRequest:
 def save_checkpoint(engine: ZeroEngine, request: SaveRequest, *, blocking: bool) -> None:
     """Save a checkpoint; a collective. Without `blocking` a thread goes on with it."""
     wait_for_checkpoint(engine)
-    _come_to_rest(engine)
-    save = Save(engine, request)
+    come_to_rest(engine)
+    save = Save(engine, request, blocking=blocking)
     runtime = engine._runtime
     later: list[tuple[SubGroup, frozenset[Field]]] = []
     try:
@@ -127,7 +127,7 @@ def load_checkpoint(engine: ZeroEngine, request: LoadRequest) -> tuple[Path, Any
     communicator = engine._runtime.communicator
     wait_for_checkpoint(engine)
     engine._runtime.store.suspended = None
-    _come_to_rest(engine)
+    come_to_rest(engine)
     communicator.join(f"loading checkpoint {request.tag or LATEST} of {request.folder}")
     problem: Exception | None = None
     peer = find_peer(request.folder, request.tag)
@@ -466,7 +466,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def _come_to_rest(engine: ZeroEngine) -> None:
+def come_to_rest(engine: ZeroEngine) -> None:
     """Bring everything to where the plan has it: changes in place, kept gradients, writes.
 
     Raises:

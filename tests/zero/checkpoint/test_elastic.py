@@ -140,7 +140,7 @@ def test_odd_tied_weights_are_exported_from_any_ranks(scratch: Path) -> None:
 def test_a_rank_that_stays_away_is_named(scratch: Path) -> None:
     def work(rank: int) -> str:
         engine = zero.initialize(model=model(), config=config("none", scratch))[0]
-        engine._runtime.communicator.join_timeout_s = 1.0
+        engine._runtime.communicator.rendezvous.patience_s = 0.5
         if rank == 0:
             try:
                 engine.save_checkpoint(scratch / "ck")
