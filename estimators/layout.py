@@ -19,6 +19,11 @@ def align_up(size: int, alignment: int) -> int:
     return -(-size // alignment) * alignment
 
 
+def align_down(size: int, alignment: int) -> int:
+    """Round `size` down to a multiple of `alignment`, both in the same unit."""
+    return size // alignment * alignment
+
+
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
     """Offsets of the parameters of one flat buffer, in elements."""

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from estimators.layout import SHARD_ALIGNMENT_NUMEL, align_up, split_evenly_bounded
+from estimators.layout import SHARD_ALIGNMENT_NUMEL, align_down, align_up, split_evenly_bounded
 from estimators.rates import ASSUMED_RATES
 from estimators.records import (
     Extent,
@@ -34,8 +34,8 @@ from estimators.summary import (
     RESIDENT_ALIGNMENT_BYTES,
     MemoryPlan,
     SlotPlan,
-    WholePlacement,
     moves_per_step,
+    place_whole_tensors,
     resident_bytes,
     resident_copies,
 )
@@ -85,7 +85,7 @@ def largest_fitting_numel(
     """Return the most elements of `segment` whose staged sections fit `slot_bytes` (0 if none)."""
     return _fitting_numel(
         lambda numel: staged_bytes(request, segment, numel) <= slot_bytes,
-        _align_down(cap, SHARD_ALIGNMENT_NUMEL),
+        align_down(cap, SHARD_ALIGNMENT_NUMEL),
     )
 
 
@@ -168,10 +168,10 @@ def plan_slots(request: PlacementRequest, host_bytes: int) -> SlotPlan:
         asked = [(share, most, least) for least in (efficient, smallest) for share in halves]
         attempts = [*asked, *attempts]
     for share, count, least in attempts:
-        size = min(full, _align_down(share // count, request.alignment_bytes))
+        size = min(full, align_down(share // count, request.alignment_bytes))
         if size >= least:
             return SlotPlan(count, size)
-    return SlotPlan(1, min(full, _align_down(host_bytes, request.alignment_bytes)))
+    return SlotPlan(1, min(full, align_down(host_bytes, request.alignment_bytes)))
 
 
 def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
@@ -199,7 +199,7 @@ def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
     pinning = _Pinning(request, host_bytes, spare)
     pinning.run(parts)
     sub_groups, swap_bytes = _build_sub_groups(request, parts)
-    whole = _place_whole_tensors(request, pinning.left_bytes, swap_bytes)
+    whole = place_whole_tensors(request, pinning.left_bytes, swap_bytes)
     swap_bytes += whole.area_bytes
     plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes, whole=whole)
     if request.durable:
@@ -208,23 +208,6 @@ def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
         plan = replace(plan, resident_copies=copies, swap_file_bytes=swap_bytes)
     _check_other_tiers(plan, budget)
     return plan
-
-
-def _place_whole_tensors(
-    request: PlacementRequest, left_bytes: int, swap_bytes: int
-) -> WholePlacement:
-    """Decide how much of the records of whole tensors rests on the host: what is left there.
-
-    Records rest as a whole, and other ranks have others: so one more has room in the file.
-    """
-    state_bytes = request.whole.state_bytes
-    if not request.pages_whole_tensors:
-        return WholePlacement(resident_bytes=state_bytes)
-    resident = 0 if request.durable else min(state_bytes, max(left_bytes, 0))
-    if resident == state_bytes:
-        return WholePlacement(resident_bytes=resident)
-    paged = min(state_bytes, state_bytes - resident + request.whole.record_bytes)
-    return WholePlacement(resident, swap_bytes, paged * (2 if request.durable else 1))
 
 
 def _spare_device_bytes(
@@ -368,10 +351,6 @@ def _cut(request: PlacementRequest, slots: SlotPlan | None) -> list[list[tuple[i
     return cuts
 
 
-def _align_down(size_bytes: int, alignment_bytes: int) -> int:
-    return size_bytes // alignment_bytes * alignment_bytes
-
-
 class _Part:
     """A sub-group in the making."""
 
@@ -452,7 +431,7 @@ class _Pinning:
             part = parts[position]
             position += 1
             room_bytes = (
-                _align_down(resident_bytes(held_bytes) + self._left_bytes, RESIDENT_ALIGNMENT_BYTES)
+                align_down(resident_bytes(held_bytes) + self._left_bytes, RESIDENT_ALIGNMENT_BYTES)
                 - held_bytes
             )
             numel = _fitting_numel(
@@ -460,7 +439,7 @@ class _Pinning:
                 part.numel,
             )
             if section is Section.PARAMETER and self._parameters_left_numel is not None:
-                numel = min(numel, _align_down(self._parameters_left_numel, SHARD_ALIGNMENT_NUMEL))
+                numel = min(numel, align_down(self._parameters_left_numel, SHARD_ALIGNMENT_NUMEL))
             if numel < part.numel:
                 if numel:
                     parts.insert(position, part.split(numel))

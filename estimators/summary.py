@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,6 +89,27 @@ class WholePlacement:
     area_bytes: int = 0
     """The part of the swap file that has the others; in a durable run each has two places."""
 
+    def host_bytes(self, request: PlacementRequest) -> int:
+        """Return the host memory for whole tensors: what is gathered, staged and resident."""
+        return request.whole.working_bytes + self.resident_bytes
+
+
+def place_whole_tensors(
+    request: PlacementRequest, left_bytes: int, swap_bytes: int
+) -> WholePlacement:
+    """Decide how much of the records of whole tensors rests on the host: what is left there.
+
+    Records rest as a whole, and other ranks have others: so one more has room in the file.
+    """
+    state_bytes = request.whole.state_bytes
+    if not request.pages_whole_tensors:
+        return WholePlacement(resident_bytes=state_bytes)
+    resident = 0 if request.durable else min(state_bytes, max(left_bytes, 0))
+    if resident == state_bytes:
+        return WholePlacement(resident_bytes=resident)
+    paged = min(state_bytes, state_bytes - resident + request.whole.record_bytes)
+    return WholePlacement(resident, swap_bytes, paged * (2 if request.durable else 1))
+
 
 class DurableBytes:
     """What a durable run takes beside what others take."""
@@ -122,8 +144,62 @@ def _by_unit(
     return root, kinds
 
 
+class UnshardedBytes(abc.ABC):
+    """What is unsharded at once."""
+
+    request: PlacementRequest
+
+    @abc.abstractmethod
+    def is_in_place(self, segment: int) -> bool:
+        """Tell whether the flat buffer of a segment rests as it is: nothing is ever freed."""
+
+    def live_bytes(self, others: int, *, with_ahead: bool) -> int:
+        """Return the bytes of unsharded parameters: the root unit, some others, and one ahead.
+
+        Args:
+            others: units beside the root unit, the largest ones: blocks, and as many of the units
+                within blocks, which are experts.
+            with_ahead: whether one more may be on its way to a device that is not the host.
+        """
+        request = self.request
+        sizes = [
+            0
+            if self.is_in_place(index)
+            else segment.layout(request.world_size).padded_numel * segment.element.size_bytes
+            for index, segment in enumerate(request.segments)
+        ]
+        root, kinds = _by_unit(request.segments, sizes)
+        moving = [
+            sum(each.numels) if size else 0
+            for each, size in zip(request.segments, sizes, strict=True)
+        ]
+        root_numel, numels = _by_unit(request.segments, moving)
+        limit = float("inf") if request.prefetch_numel is None else request.prefetch_numel
+        if request.live_numel is not None:
+            limit = min(limit, request.live_numel - root_numel)
+        held = ahead = 0
+        for units, unit_numels in zip(kinds, numels, strict=True):
+            order = sorted(units, key=units.__getitem__, reverse=True)
+            held += sum(units[unit] for unit in order[:others])
+            if with_ahead and not request.device_is_host:
+                coming = [units[unit] for unit in order[others:] if unit_numels[unit] <= limit]
+                ahead = max(ahead, *coming, 0)
+        return root + held + ahead
+
+    def gradient_bytes(self, others: int) -> int:
+        """Return the bytes of unsharded gradients of the root unit and the largest others."""
+        sizes = [
+            segment.layout(self.request.world_size).padded_numel * segment.gradient.size_bytes
+            if segment.trainable and self.request.trains
+            else 0
+            for segment in self.request.segments
+        ]
+        root, kinds = _by_unit(self.request.segments, sizes)
+        return root + sum(sum(sorted(units.values(), reverse=True)[:others]) for units in kinds)
+
+
 @dataclass(frozen=True)
-class MemoryPlan(DurableBytes):
+class MemoryPlan(DurableBytes, UnshardedBytes):
     """What rests where for one rank; the runtime allocates exactly this."""
 
     request: PlacementRequest
@@ -197,50 +273,6 @@ class MemoryPlan(DurableBytes):
             if segment.persistent
         )
 
-    def live_bytes(self, others: int, *, with_ahead: bool) -> int:
-        """Return the bytes of unsharded parameters: the root unit, some others, and one ahead.
-
-        Args:
-            others: units beside the root unit, the largest ones: blocks, and as many of the units
-                within blocks, which are experts.
-            with_ahead: whether one more may be on its way to a device that is not the host.
-        """
-        request = self.request
-        sizes = [
-            0
-            if self.is_in_place(index)
-            else segment.layout(request.world_size).padded_numel * segment.element.size_bytes
-            for index, segment in enumerate(request.segments)
-        ]
-        root, kinds = _by_unit(request.segments, sizes)
-        moving = [
-            sum(each.numels) if size else 0
-            for each, size in zip(request.segments, sizes, strict=True)
-        ]
-        root_numel, numels = _by_unit(request.segments, moving)
-        limit = float("inf") if request.prefetch_numel is None else request.prefetch_numel
-        if request.live_numel is not None:
-            limit = min(limit, request.live_numel - root_numel)
-        held = ahead = 0
-        for units, unit_numels in zip(kinds, numels, strict=True):
-            order = sorted(units, key=units.__getitem__, reverse=True)
-            held += sum(units[unit] for unit in order[:others])
-            if with_ahead and not request.device_is_host:
-                coming = [units[unit] for unit in order[others:] if unit_numels[unit] <= limit]
-                ahead = max(ahead, *coming, 0)
-        return root + held + ahead
-
-    def gradient_bytes(self, others: int) -> int:
-        """Return the bytes of unsharded gradients of the root unit and the largest others."""
-        sizes = [
-            segment.layout(self.request.world_size).padded_numel * segment.gradient.size_bytes
-            if segment.trainable and self.request.trains
-            else 0
-            for segment in self.request.segments
-        ]
-        root, kinds = _by_unit(self.request.segments, sizes)
-        return root + sum(sum(sorted(units.values(), reverse=True)[:others]) for units in kinds)
-
     @cached_property
     def live_parameter_bytes(self) -> int:
         """Peak bytes of unsharded parameters (a backward holds the root and two units).
@@ -308,13 +340,8 @@ class MemoryPlan(DurableBytes):
     def host_bytes(self) -> int:
         """Bytes that the host takes: slots, staging, everything resident, whole tensors."""
         resident = sum(self.resident_section_bytes(Tier.HOST, section) for section in Section)
-        fixed = self.staging_bytes + self.whole_host_bytes
+        fixed = self.staging_bytes + self.whole.host_bytes(self.request)
         return self.slots.total_bytes + fixed + resident
-
-    @property
-    def whole_host_bytes(self) -> int:
-        """Bytes of host memory for whole tensors: what is gathered, staged and resident."""
-        return self.request.whole.working_bytes + self.whole.resident_bytes
 
     @property
     def staging_bytes(self) -> int:
@@ -344,7 +371,7 @@ class MemoryPlan(DurableBytes):
         rows.append(PlanRow(Tier.DEVICE, START_EXCESS, self.start_excess_bytes))
         rows.append(PlanRow(Tier.HOST, f"slots ({self.slots.count})", self.slots.total_bytes))
         rows.append(PlanRow(Tier.HOST, STAGING, self.staging_bytes))
-        rows.append(PlanRow(Tier.HOST, WHOLE, self.whole_host_bytes))
+        rows.append(PlanRow(Tier.HOST, WHOLE, self.whole.host_bytes(self.request)))
         rows.extend(
             PlanRow(Tier.NVME, f"{section.name.lower()}s", self.nvme_section_bytes(section))
             for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)
@@ -427,7 +454,8 @@ def step_traffic(
 ) -> StepTraffic:
     """Return the NVMe bytes that one optimizer step of `micro_batches` moves on this rank.
 
-    See `moves_per_step`. State that was never written is zero and is not read.
+    See `moves_per_step`. State that was never written is zero and is not read, and
+    parameters that are kept from one use to the next are read once for both.
 
     Args:
         plan: the plan of this rank.

@@ -46,17 +46,18 @@ _OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "enable_reflect_ftz": Fal
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Shape:
-    """How a launch divides elements: those of a program at once, its warps, its registers."""
+    """How a launch divides elements: those of a tile, and warps, registers and copies ahead."""
 
     tile: int = 1024
     warps: int = 4
     registers: int | None = None
+    stages: int = 1
+    programs: int | None = None
+    """Most programs for each multiprocessor; None has one for every tile."""
 
 
 _PLAIN = _Shape()
-_SHAPES = {Kept.COMPACT: _Shape(registers=80)}
-_PROGRAMS = 16
-"""Programs of `compact` for each multiprocessor; one does tile after tile."""
+_SHAPES = {Kept.COMPACT: _Shape(tile=512, warps=1, registers=128, stages=3, programs=64)}
 
 _KEPT = {Kept.OWN: 0, Kept.EXACT: 1, Kept.BF16: 4, Kept.COMPACT: 5}
 """How the update kernel calls the ways to keep a master; those kept whole have 2 with bf16
@@ -107,19 +108,37 @@ def _block_sums(values, sums, lead, numel):
     tl.store(sums + block + tl.arange(0, 1), lanes)
 
 
-def _launch(
-    kernel: Any, *operands: Any, numel: int, shape: _Shape = _PLAIN, most: int = 0, **constants: Any
-) -> None:
-    """Run a kernel on all elements, in at most `most` programs if that is not 0."""
+def _launch(kernel: Any, *operands: Any, numel: int) -> None:
+    """Run a kernel that masks what is not there on all elements."""
     if numel:
-        first = operands[0][0] if isinstance(operands[0], tuple) else operands[0]
-        tiles = triton.cdiv(numel, shape.tile)
-        options = {**_OPTIONS, "num_warps": shape.warps}
-        if shape.registers is not None:
-            options["maxnreg"] = shape.registers
-        with torch.cuda.device(first.device):
-            kernel[(min(tiles, most) if most else tiles,)](
-                *operands, numel, **constants, TILE=shape.tile, **options
+        with torch.cuda.device(operands[0].get_device()):
+            kernel[(triton.cdiv(numel, _PLAIN.tile),)](
+                *operands, numel, TILE=_PLAIN.tile, num_warps=_PLAIN.warps, **_OPTIONS
+            )
+
+
+def _launch_update(operands: tuple[Any, ...], shape: _Shape, how: tuple[int, int]) -> None:
+    """Run the update on all elements: on whole tiles, then on the rest."""
+    arrays, numel = operands[0], operands[-1]
+    device = arrays[0].device
+    tiles = numel // shape.tile
+    most = shape.programs * _processors(device) if shape.programs is not None else tiles
+    options = {**_OPTIONS, "num_warps": shape.warps}
+    if shape.registers is not None:
+        options["maxnreg"] = shape.registers
+    with torch.cuda.device(arrays[0].get_device()):
+        if tiles:
+            update[(min(tiles, most),)](
+                *operands, HOW=(*how, False), TILE=shape.tile, STAGES=shape.stages, **options
+            )
+        if numel % shape.tile:
+            update[(1,)](
+                *operands,
+                HOW=(*how, True),
+                TILE=shape.tile,
+                STAGES=1,
+                num_warps=shape.warps,
+                **_OPTIONS,
             )
 
 
@@ -131,6 +150,12 @@ def _processors(device: torch.device) -> int:
 def _as_int32(word: int) -> int:
     """Return the number with the same 32 bits that Triton takes for an int32, whatever they are."""
     return (word & 0xFFFF_FFFF ^ 0x8000_0000) - 0x8000_0000
+
+
+@functools.lru_cache(maxsize=64)
+def _values(scalars: UpdateScalars) -> tuple[float, ...]:
+    """Return the scalars of an update in order; a step has one set for each parameter group."""
+    return tuple(float(getattr(scalars, each.name)) for each in dataclasses.fields(scalars))
 
 
 def _bases(state: StateArrays) -> tuple[Tensor | None, ...]:
@@ -164,20 +189,11 @@ class TritonKernels(UpdateCalls):
         )
         is_fp16 = param.dtype is torch.float16
         how = _KEPT.get(kept, _WHOLE_FP16 if is_fp16 else _WHOLE_BF16)
-        values = tuple(float(each) for each in dataclasses.astuple(scalars))
+        values = _values(scalars)
         first, high = (key.first + key.low, key.high) if key is not None else (0, 0)
-        _launch(
-            update,
-            (param, weight, grad, *moments),
-            (*values, 1.0),
-            _as_int32(first),
-            _as_int32(high),
-            numel=param.numel(),
-            shape=_SHAPES.get(kept, _PLAIN),
-            most=_PROGRAMS * _processors(param.device) if kept is Kept.COMPACT else 0,
-            KEPT=how,
-            RULE=scalars.rule_number,
-        )
+        arrays = (param, weight, grad, *moments)
+        operands = (arrays, (*values, 1.0), _as_int32(first), _as_int32(high), param.numel())
+        _launch_update(operands, _SHAPES.get(kept, _PLAIN), (how, scalars.rule_number))
 
     def split_master(self, master: Tensor, param: Tensor, residual: Tensor) -> None:
         """Write each master as a bf16 parameter and its residual, a NaN made quiet first."""
@@ -201,6 +217,6 @@ class TritonKernels(UpdateCalls):
         count = triton.cdiv(lead + values.numel(), BLOCK_NUMEL) if values.numel() else 0
         sums = torch.empty(count, dtype=torch.float64, device=values.device)
         if count:
-            with torch.cuda.device(values.device):
+            with torch.cuda.device(values.get_device()):
                 _block_sums[(count,)](values, sums, lead, values.numel(), num_warps=2, **_OPTIONS)
         return sums

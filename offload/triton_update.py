@@ -5,7 +5,7 @@ See [Note: Triton bits] and [Note: one] in offload/kernels_triton.py.
 
 # Triton's language has no annotations that mypy could check.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,attr-defined"
-# ruff: noqa: ANN001, ANN201, ANN202, FBT003, N803, PLR1714, RET505, SIM109
+# ruff: noqa: ANN001, ANN201, ANN202, FBT003, N803, N806, PLR1714, RET505, SIM109
 
 from __future__ import annotations
 
@@ -160,13 +160,13 @@ def _base(upper, CODES: tl.constexpr):
 
 
 @triton.jit
-def _loaded(moment, base, lanes, masks, one, KEPT: tl.constexpr, SIGNED: tl.constexpr):
-    """Return a moment in fp32, however it is kept."""
-    lane, row = lanes
-    inside, is_row = masks
+def _loaded(moment, below, lanes, masks, one, KEPT: tl.constexpr, SIGNED: tl.constexpr):
+    """Return a moment in fp32, however it is kept; `below` are the bases of its blocks."""
+    lane, _ = lanes
+    inside, _ = masks
     if KEPT == _COMPACT:
         code = tl.load(moment + lane, inside)
-        below = tl.load(base + row, is_row).to(tl.int32) & 0xFFFF
+        below = below.to(tl.int32) & 0xFFFF
         return tl.inline_asm_elementwise(
             _DECODE_SIGNED if SIGNED else _DECODE_UNSIGNED,
             _DECODE_CONSTRAINTS,
@@ -257,19 +257,35 @@ def _store_master(param, weight, lane, inside, p, noise, one, KEPT: tl.constexpr
 
 
 @triton.jit
-def _update_tile(arrays, scalars, key, lanes, masks, KEPT: tl.constexpr, RULE: tl.constexpr):
+def _bases(arrays, row, is_row, KEPT: tl.constexpr, RULE: tl.constexpr):
+    """Return the bases of exp_avg and exp_avg_sq of a tile, zeros where there are none."""
+    _param, _weight, _grad, _exp_avg, _exp_avg_sq, exp_avg_base, exp_avg_sq_base = arrays
+    m = tl.zeros_like(row).to(tl.int16)
+    v = m
+    if KEPT == _COMPACT and RULE != _ADAGRAD:
+        m = tl.load(exp_avg_base + row, is_row)
+    if KEPT == _COMPACT and (RULE == _ADAMW or RULE == _ADAM or RULE == _ADAGRAD):
+        v = tl.load(exp_avg_sq_base + row, is_row)
+    return m, v
+
+
+@triton.jit
+def _update_tile(
+    arrays, bases, scalars, key, lanes, masks, KEPT: tl.constexpr, RULE: tl.constexpr
+):  # fmt: skip
     param, weight, grad, exp_avg, exp_avg_sq, exp_avg_base, exp_avg_sq_base = arrays
     lane, _ = lanes
     inside, _ = masks
     _first, _high, one = key
+    m_base, v_base = bases
     master = _master(param, weight, lane, inside, KEPT)
     g = widened(tl.load(grad + lane, inside))
     m = tl.zeros_like(master)
     v = m
     if RULE != _ADAGRAD:
-        m = _loaded(exp_avg, exp_avg_base, lanes, masks, one, KEPT, True)
+        m = _loaded(exp_avg, m_base, lanes, masks, one, KEPT, True)
     if RULE == _ADAMW or RULE == _ADAM or RULE == _ADAGRAD:
-        v = _loaded(exp_avg_sq, exp_avg_sq_base, lanes, masks, one, KEPT, False)
+        v = _loaded(exp_avg_sq, v_base, lanes, masks, one, KEPT, False)
     p, m, v = _moved(master, m, v, g, scalars, one, RULE)
     noise = tl.zeros_like(master).to(tl.uint32)
     if KEPT == _BF16 or KEPT == _COMPACT:
@@ -302,14 +318,28 @@ def _from(arrays, key, tile, TILE: tl.constexpr):
     )
 
 
+@triton.jit
+def _bases_of(arrays, key, tile, whole, row, HOW: tl.constexpr):
+    """Return the bases of a whole tile, if there is such a tile."""
+    here, _ = _from(arrays, key, tile, HOW[2])
+    return _bases(here, row, (row >= 0) & (tile < whole), HOW[0], HOW[1])
+
+
 @triton.jit(do_not_specialize=["first", "high", "numel"])
 def update(
-    arrays, scalars, first, high, numel, KEPT: tl.constexpr, RULE: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """Update elements: a program a tile, but for `compact`, where what tiles share is made once.
+    arrays, scalars, first, high, numel, HOW: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr
+):
+    """Update the whole tiles there are, or the rest, as HOW says after format and rule.
+
+    A program has a tile. Those of `compact` go on to others, whose arrays are copied to shared
+    memory meanwhile: arithmetic takes as long as memory does there, so they must not take turns.
+    What is left has a launch of its own, because masks take registers.
 
     The scalars are those of `UpdateScalars` and a 1; see [Note: one].
     """
+    KEPT: tl.constexpr = HOW[0]
+    RULE: tl.constexpr = HOW[1]
+    IS_REST: tl.constexpr = HOW[2]
     if KEPT == _COMPACT:  # a row a block, so that its greatest is found within a row
         row = tl.expand_dims(tl.arange(0, TILE // 32), 1)
         lane = row * 32 + tl.expand_dims(tl.arange(0, 32), 0)
@@ -319,18 +349,24 @@ def update(
     lanes = (lane, row)
     key = (first, high, scalars[12].to(tl.uint32))
     whole = (numel // TILE).to(tl.int32)
-    if KEPT == _COMPACT:
-        for tile in range(tl.program_id(0), whole, tl.num_programs(0)):
-            here, words = _from(arrays, key, tile, TILE)
-            _update_tile(here, scalars, words, lanes, (None, None), KEPT, RULE)
-        is_last = tl.program_id(0) == 0
-    else:
-        is_last = tl.program_id(0) == whole
-        if tl.program_id(0) < whole:
-            here, words = _from(arrays, key, tl.program_id(0), TILE)
-            _update_tile(here, scalars, words, lanes, (None, None), KEPT, RULE)
-    left = (numel % TILE).to(tl.int32)
-    if is_last & (left > 0):
+    start = tl.program_id(0)
+    if IS_REST:
+        left = (numel % TILE).to(tl.int32)
         here, words = _from(arrays, key, whole, TILE)
+        bases = _bases(here, row, row * 32 < left, KEPT, RULE)
         masks = (lane < left, row * 32 < left)
-        _update_tile(here, scalars, words, lanes, masks, KEPT, RULE)
+        _update_tile(here, bases, scalars, words, lanes, masks, KEPT, RULE)
+    elif KEPT == _COMPACT:
+        m_base, v_base = _bases_of(arrays, key, start, whole, row, (KEPT, RULE, TILE))
+        for tile in tl.range(start, whole, tl.num_programs(0), num_stages=STAGES):
+            # Two bytes are too few to be copied meanwhile; they are loaded a tile ahead.
+            following = tile + tl.num_programs(0)
+            ahead = _bases_of(arrays, key, following, whole, row, (KEPT, RULE, TILE))
+            here, words = _from(arrays, key, tile, TILE)
+            bases = (m_base, v_base)
+            _update_tile(here, bases, scalars, words, lanes, (None, None), KEPT, RULE)
+            m_base, v_base = ahead
+    else:
+        here, words = _from(arrays, key, start, TILE)
+        bases = _bases(here, row, None, KEPT, RULE)
+        _update_tile(here, bases, scalars, words, lanes, (None, None), KEPT, RULE)

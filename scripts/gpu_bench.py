@@ -96,7 +96,7 @@ def build(options: argparse.Namespace, row: Row, sizes: Sizes) -> Built:
     """Return the model and what computes its loss."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.model == "transformers":
-        return build_transformers(sizes, device, options.weights, checkpoints=row.checkpoints)
+        return build_transformers(sizes, device, checkpoints=row.checkpoints)
     return build_llama(sizes, device, checkpoints=row.checkpoints)
 
 
@@ -222,7 +222,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--nvme", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--peer", type=Path, help="what the peer took (JSON): sets the budgets")
     parser.add_argument("--model", choices=("own", "transformers"), default="own")
-    parser.add_argument("--weights", type=Path, help="initial weights, kept here for later rows")
     parser.add_argument("--steps", type=int, help="left out: 5, or 3 in rows of slow steps")
     parser.add_argument("--phases", action="store_true", help="wait between the phases of a step")
     parser.add_argument("--profile", action="store_true", help="profile two steps at the end")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
@@ -140,16 +141,10 @@ def build_llama(sizes: Sizes, device: torch.device, *, checkpoints: bool) -> Bui
     return Built(model, lambda module: module(tokens))
 
 
-def build_transformers(
-    sizes: Sizes, device: torch.device, weights: Path | None, *, checkpoints: bool
-) -> Built:
-    """Return the model, the initial weights and the tokens of the peer's program.
-
-    Initial weights are drawn on the processor, once: `weights` keeps them for other rows.
-    """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
+def build_transformers(sizes: Sizes, device: torch.device, *, checkpoints: bool) -> Built:
+    """Return the model, the initial weights and the tokens of the peer's program."""
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.LlamaConfig(
         hidden_size=sizes.hidden,
         intermediate_size=sizes.inner,
         num_hidden_layers=sizes.layers,
@@ -160,15 +155,8 @@ def build_transformers(
         use_cache=False,
     )
     torch.manual_seed(0)
-    if weights is None or not weights.exists():
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-        if weights is not None:
-            torch.save(model.state_dict(), weights)
-        model = model.to(device)
-    else:
-        with device:
-            model = LlamaForCausalLM(config).to(torch.bfloat16)
-        model.load_state_dict(torch.load(weights, mmap=True))
+    with device:
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     if checkpoints:
         model.gradient_checkpointing_enable()
     model.train()

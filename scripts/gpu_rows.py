@@ -12,7 +12,7 @@ from estimators.inputs import Node, PlanInputs
 from estimators.models import NormKind, model_of_config
 
 GB = 1_000_000_000
-_STEP_BYTES = GB // 4
+_STEP_BYTES = GB // 20
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
 
@@ -114,7 +114,7 @@ def within_peer(row: Row, sizes: Sizes, peer: dict[str, Any]) -> Row:
     budget = row.device_memory
     if isinstance(budget, str) or "gpu_peak_gb" not in peer:
         return row
-    while planned_device_bytes(replace(row, device_memory=budget), sizes) > 0.99 * GB * float(
+    while planned_device_bytes(replace(row, device_memory=budget), sizes) > 0.998 * GB * float(
         peer["gpu_peak_gb"]
     ):
         if budget <= 4 * GB:

@@ -16,8 +16,9 @@ from zero.durable import DurableRun
 from zero.gradients import GradientReducer
 from zero.materialize import InitFunction, seal_units
 from zero.planning import Blueprint
+from zero.reuse import PrefetchLimits
 from zero.runtime import Runtime
-from zero.schedule import PrefetchLimits, UnitScheduler
+from zero.schedule import UnitScheduler
 from zero.starting import StartProgress
 from zero.unit import Segment, Unit
 from zero.update_rules import MOMENTS
@@ -45,7 +46,7 @@ def build_runtime(
     store = _make_store(memory, parts, communicator)
     progress.tiers_made(memory.host_bytes + memory.swap_file_bytes)
     settings = blueprint.settings
-    limits = PrefetchLimits(settings.prefetch_numel, settings.live_numel)
+    limits = PrefetchLimits(settings.prefetch_numel, settings.live_numel, settings.reuse_numel)
     try:
         units, segments = _make_units(blueprint, communicator)
         let_come(units, store, communicator)

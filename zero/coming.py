@@ -4,7 +4,8 @@
 not count before the unit is unsharded: touches go to the shard until then. If parameters changed
 since, what has come is old, and is copied again. Several ranks exchange their shards ahead as well,
 so they must all do so or none, and all find it old or none: whether anything pages is asked of all
-ranks at first, and changes are counted where all ranks take part.
+ranks at first, and changes are counted where all ranks take part. What is kept from one use to the
+next is there in the same way, see [Note: kept parameters].
 """
 
 from __future__ import annotations
@@ -30,8 +31,15 @@ class ComingParameters:
         self._segment = segment
         self._fence: Fence | None = None
         self._version = 0
+        self._kept_at: int | None = None
+        """If it is kept from an earlier use: the version of this rank's shards then."""
         self.may_come = True
         """Whether every rank's shard is in memory, so that it can be exchanged ahead."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether all of the flat buffer is there, from an earlier use."""
+        return self._kept_at is not None
 
     @property
     def is_coming(self) -> bool:
@@ -47,19 +55,31 @@ class ComingParameters:
         self._version = self._version_of(store)
         self._fence = fence = read_flat(segment, store)
         if segment.communicator.world_size > 1:
-            agree_on(segment)
+            with store.ledger.timing(Activity.COLLECTIVE):
+                agree_on(segment)
             self._fence = store.device.beside(
                 lambda: segment.communicator.all_gather_in_place(segment.flat), segment.flat, fence
             )
             store.ledger.exchanged(GATHERED, segment.flat.nbytes, segment.layout.world_size)
 
+    def keep(self, store: Store) -> None:
+        """Take the flat buffer as it is for what its next use needs."""
+        self._version = self._version_of(store)
+        self._kept_at = store.parameter_version
+        self._fence = PASSED
+
     def take(self, store: Store) -> bool:
-        """Let the device's work wait for what comes; tell whether it came and is not old."""
+        """Let the device's work wait for what comes; tell whether it came and is not old.
+
+        One rank may have written its piece of what is kept: the others do not know of it.
+        """
         fence, self._fence = self._fence, None
+        kept_at, self._kept_at = self._kept_at, None
         if fence is None:
             return False
         store.device.join(fence)
-        return self._version == self._version_of(store)
+        is_same = kept_at is None or kept_at == store.parameter_version
+        return is_same and self._version == self._version_of(store)
 
     def drop(self, store: Store) -> None:
         """Free what has come and was not used."""
@@ -92,9 +112,9 @@ class UnitAhead:
 
     def drop(self, store: Store) -> None:
         """Free what has come and was not used."""
-        if self._unit is not None:
+        if self._unit is not None and not self._unit.is_kept:
             self._unit.drop_prefetched(store)
-            self._unit = None
+        self._unit = None
 
 
 def let_come(units: Sequence[Unit], store: Store, communicator: Communicator) -> None:
@@ -116,18 +136,20 @@ def let_come(units: Sequence[Unit], store: Store, communicator: Communicator) ->
         segment.coming.may_come = not any_pages
 
 
-def agree_on(segment: Segment) -> None:
-    """Wait until all ranks are about to gather a segment, ahead or not."""
+def agree_on(segment: Segment, *, is_ready: bool = False) -> bool:
+    """Wait until all ranks are about to gather a segment; tell whether all have it already."""
     what = f"the parameters of unit {segment.spec.unit}"
-    segment.communicator.agree(segment.index, what)
+    return segment.communicator.agree(segment.index, what, is_ready=is_ready)
 
 
-def gather_flat(segment: Segment, ledger: Ledger) -> None:
-    """Fill a flat buffer from the part of it that each rank holds."""
-    ledger.note("gather", segment.spec.name)
+def gather_flat(segment: Segment, ledger: Ledger, *, is_whole: bool = False) -> None:
+    """Fill a flat buffer from the part of it that each rank holds, unless all have all of it."""
     communicator = segment.communicator
     with ledger.timing(Activity.COLLECTIVE):
-        agree_on(segment)
+        if agree_on(segment, is_ready=is_whole):
+            ledger.note("kept", segment.spec.name)
+            return
+        ledger.note("gather", segment.spec.name)
         communicator.all_gather_in_place(segment.flat)
     ledger.exchanged(GATHERED, segment.flat.nbytes, communicator.world_size)
 

@@ -207,15 +207,18 @@ class Communicator:
             self._prepare()
             self.rendezvous.meet(what)
 
-    def agree(self, number: int, what: str) -> None:
+    def agree(self, number: int, what: str, *, is_ready: bool = False) -> bool:
         """Check that all ranks are about to do the same thing, before they mix its bytes.
+
+        Returns whether all of them are ready without it.
 
         Raises:
             RankError: naming the ranks that do something else, or will not come.
         """
         if self.world_size > 1:
             self._prepare()
-            self.rendezvous.meet(f"{what} (number {number})")
+            return self.rendezvous.meet(f"{what} (number {number})", is_ready=is_ready)
+        return is_ready
 
     def close(self) -> None:
         """Come to no further meeting of the ranks, and give up the groups that were made."""

@@ -16,8 +16,9 @@ from zero.nursery import NurserySource
 from zero.parameter import reference_of
 from zero.runtime import Runtime
 from zero.source import StoreSource
-from zero.unit import Segment, Unit, write_members
+from zero.unit import Segment, Unit
 from zero.units import ManagedParameter
+from zero.written import write_members
 
 
 class GatheredParameters:

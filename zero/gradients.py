@@ -22,7 +22,7 @@ from offload import Kernels, Ledger, Store
 from offload.arrays import torch_dtype
 from offload.device import Fence
 from zero.comm import Communicator
-from zero.hooks import ModuleHook
+from zero.hooks import LastHooks, ModuleHook
 from zero.kept import KeptGradients
 from zero.norms import GradientNorm
 from zero.parameter import take_gradient
@@ -52,6 +52,7 @@ class GradientReducer:
         self._passing = PassingGradients(store, communicator)
         self.kept = KeptGradients(store, segments)
         self.shown = ShownGradients(store, segments, self.kept.keeps)
+        self.hooks = LastHooks()
         self.norm = GradientNorm(segments, store, kernels, communicator, self.kept)
 
     def register(self, on_arrival: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
@@ -69,8 +70,7 @@ class GradientReducer:
                     before = ModuleHook(self._before_arrival)
                     handles.append(member.parameter.register_hook(before))  # type: ignore[no-untyped-call]
                 collect = ModuleHook(self._arrive, segment, position)
-                handle = member.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
-                handles.append(handle)
+                handles.append(self.hooks.add(member.parameter, collect))
         return handles
 
     def flush(self, segments: Sequence[Segment] | None = None) -> None:
@@ -88,7 +88,7 @@ class GradientReducer:
             arrived = _union(self._communicator, self._segments, place, arrived)
             self._passing.finish()
         for index in sorted(arrived):
-            self.reduce(self._all_segments[index])
+            self._reduce(self._all_segments[index])
         for segment in looked_at:
             self.kept.merge(segment)
         if segments is None:
@@ -150,14 +150,15 @@ class GradientReducer:
             target.copy_(gradient.detach())
             arrived.add(position)
         if len(arrived) == len(segment.members) and self._communicator.world_size == 1:
-            self.reduce(segment)
+            self._reduce(segment)
 
     def _scratch_of(self, segment: Segment) -> torch.Tensor:
         """Return where the gradients of the running backward are collected, zero at first."""
         scratch = self._scratch.get(segment.index)
         if scratch is None:
             self._make_room(segment)
-            self._passing.make_room()
+            waiting = {self._all_segments[each].spec.unit_index for each in self._scratch}
+            self._passing.make_room(is_crowded=bool(waiting - {0, segment.spec.unit_index}))
             dtype = torch_dtype(segment.spec.gradient)
             scratch = self._store.device.zeros(segment.layout.padded_numel, dtype)
             self._arrived[segment.index] = set()
@@ -176,10 +177,14 @@ class GradientReducer:
             held = sum(each.nbytes for each in self._scratch.values())
             if held + needed <= self._store.plan.gradient_scratch_bytes:
                 return
-            self.reduce(self._all_segments[next(iter(self._scratch))])
+            self._reduce(self._all_segments[next(iter(self._scratch))])
 
     def reduce(self, segment: Segment) -> None:
         """Reduce what has arrived for a segment, zeros where nothing has; a collective."""
+        self._passing.finish()
+        self._reduce(segment)
+
+    def _reduce(self, segment: Segment) -> None:
         self._scratch_of(segment)
         scratch = self._scratch.pop(segment.index)
         self._arrived.pop(segment.index, None)

@@ -82,9 +82,13 @@ class PassingGradients:
             self._exchanged.popleft()
         self.let_leave(0)
 
-    def make_room(self) -> None:
-        """Free what has left, but for the gradients of one unit beside those that arrive."""
-        self.let_leave(0 if self._exchanged else 1)
+    def make_room(self, *, is_crowded: bool) -> None:
+        """Free what has left, but for the gradients of one unit beside those that arrive.
+
+        Args:
+            is_crowded: whether gradients of another unit wait beside those that arrive.
+        """
+        self.let_leave(0 if self._exchanged or is_crowded else 1)
 
     def let_leave(self, count: int) -> None:
         """Free unsharded gradients that were copied to host memory, all but the last `count`."""

@@ -47,6 +47,10 @@ _SILENT = 4.0
 
 _ANSWER_S = 3.0
 _POLL_S = 0.25
+_READY = 1 << 32
+"""What a rank that is ready adds to the count of a meeting beside itself."""
+
+_ALIKE, _ALL_READY, _APART = "alike", "alike and ready", "not alike"
 _NO_ANSWER = "does not answer: it has ended or hangs"
 _log = logging.getLogger(__name__)
 _WAITS_ELSEWHERE = ("/torch/distributed/", "/zero/rendezvous.py")
@@ -172,8 +176,8 @@ class Rendezvous:
         self._asked = 0
         self._failure: str | None = None
 
-    def meet(self, what: str) -> None:
-        """Wait until all ranks are about to do `what`.
+    def meet(self, what: str, *, is_ready: bool = False) -> bool:
+        """Wait until all ranks are about to do `what`, and return whether all are ready.
 
         Raises:
             RankError: if another rank does something else, or will never come.
@@ -186,15 +190,16 @@ class Rendezvous:
         here.position += 1
         here.what, here.inside = what, True
         try:
-            alike = self._meet(here.position, what)
+            met = self._meet(here.position, what, is_ready=is_ready)
         except RuntimeError as error:
             self._failure = str(error)  # the ranks are no more at the same meeting
             self._tell(self._failure)
             raise
         finally:
             here.inside = False
-        if not alike:
+        if met == _APART:
             raise RankError(self._differences(str(here.position), what))
+        return met == _ALL_READY
 
     @contextmanager
     def mixing(self) -> Iterator[None]:
@@ -230,19 +235,21 @@ class Rendezvous:
         self._thread.start()
         weakref.finalize(self, _end, self._store, self._here, os.getpid())
 
-    def _meet(self, number: int, what: str) -> bool:
-        """Come to a meeting, and return whether all ranks came for the same."""
+    def _meet(self, number: int, what: str, *, is_ready: bool) -> str:
+        """Come to a meeting, and return whether all ranks came for the same, and all were ready."""
         store, here = self._store, self._here
         digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
         alike, go = f"{number}/{digest}", f"{number}/go"
         try:
-            if store.add(alike, 1) == self._world_size:
-                store.set(go, "alike")
-                is_alike = True
+            count = store.add(alike, 1 + is_ready * _READY)
+            if count % _READY == self._world_size:
+                met = _ALL_READY if count // _READY == self._world_size else _ALIKE
+                store.set(go, met)
             else:
                 here.arrived = number
                 self._wait(go, what)
-                is_alike = here.counted != number or store.get(go) == b"alike"
+                is_sure = here.counted != number and not is_ready
+                met = _ALIKE if is_sure else store.get(go).decode()
         except RankError:
             raise
         except RuntimeError as error:
@@ -255,7 +262,7 @@ class Rendezvous:
         if self._rank == 0:
             here.spent.extend(self._last_keys)  # all ranks have left the meeting before
             self._last_keys = (alike, go)
-        return is_alike
+        return met
 
     def _wait(self, go: str, what: str) -> None:
         begin = time.monotonic()
@@ -408,7 +415,7 @@ def _count(store: Any, here: _Whereabouts, number: int) -> None:
         here.spent.append(f"{here.counted}/all")  # all ranks have left that meeting
     here.counted = number
     if store.add(f"{number}/all", 1) == here.world_size:
-        store.set(f"{number}/go", "not alike")
+        store.set(f"{number}/go", _APART)
 
 
 def _place_of(thread: int) -> tuple[str, bool]:

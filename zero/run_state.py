@@ -107,6 +107,8 @@ class RestoreParts:
     optimizer: bool = True
     """Hyper-parameters, loss scaler and the updates that the optimizer has made."""
     scheduler: bool = True
+    moments: bool = True
+    """Whether saved moments are those of the optimizer that there is, so that they go on."""
 
 
 def capture(engine: ZeroEngine) -> RunState:
@@ -169,7 +171,7 @@ def restore(
     _note_world(engine, state, notes)
     schedule_goes_on = _note_schedule(engine, state, parts, notes)
     if parts.optimizer:
-        _restore_groups(engine, state, schedule_goes_on=schedule_goes_on, notes=notes)
+        _restore_groups(engine, state, (schedule_goes_on, parts.moments), notes)
         _restore_scaler(engine, state, notes)
     else:
         notes.append(
@@ -349,16 +351,22 @@ def _note_batch(engine: ZeroEngine, state: RunState, notes: list[str]) -> bool:
 
 
 def _restore_groups(
-    engine: ZeroEngine, state: RunState, *, schedule_goes_on: bool, notes: list[str]
+    engine: ZeroEngine, state: RunState, goes_on: tuple[bool, bool], notes: list[str]
 ) -> None:
-    """Restore hyper-parameters."""
+    """Restore hyper-parameters; `goes_on` tells of the schedule and of the moments."""
+    schedule_goes_on, moments_go_on = goes_on
     optimizer, saved = engine.optimizer, state.value("optimizer")
     if optimizer is None or saved is None:
         return
     if saved["type"] != optimizer.type_name:
+        what = (
+            "states of the same name are taken over"
+            if moments_go_on
+            else "they keep other moments, so it begins anew, at step 1 with moments of zero"
+        )
         notes.append(
-            f"optimizer: saved {saved['type']}, now {optimizer.type_name}: states of the same name"
-            " are taken over, others begin at zero; the hyper-parameters are those configured now"
+            f"optimizer: saved {saved['type']}, now {optimizer.type_name}: {what}; the"
+            " hyper-parameters are those configured now"
         )
         return
     if not _same_groups(engine, optimizer, saved["groups"]):

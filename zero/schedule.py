@@ -14,7 +14,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -31,6 +30,7 @@ from zero.guard import SavedTensorGuard
 from zero.hooks import ModuleHook
 from zero.memory import live_parameter_bytes
 from zero.order import Phase, RecordedOrder
+from zero.reuse import KeptUnits, PrefetchLimits
 from zero.structures import aliases, cloned, tensors_in
 from zero.unit import Unit
 
@@ -40,14 +40,6 @@ _UNTIL_NEXT_FORWARD = -2
 
 READ_AHEAD = "parameters read ahead (peak)"
 """What the ledger calls the most bytes that were read ahead of the unit in use."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchLimits:
-    """How many parameters may be read ahead."""
-
-    prefetch_numel: int
-    live_numel: int
 
 
 class UnitScheduler:
@@ -81,6 +73,9 @@ class UnitScheduler:
         """Whether parameters rest on NVMe."""
         self._unsharded: dict[int, Unit] = {}
         """Units that move and are unsharded, by index: few of them, whatever the model's depth."""
+        self._kept = KeptUnits(
+            self.units, store, self._order, limits, (self._unsharded, self.ahead)
+        )
         self._is_retired = False
         self.on_resize: Callable[[Any], None] | None = None
         """Gives a parameter of this runtime another shape."""
@@ -116,6 +111,7 @@ class UnitScheduler:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._kept.drop_all()
 
     def retire(self) -> None:
         """Take all hooks off for good; those of a call that is under way do nothing."""
@@ -168,6 +164,7 @@ class UnitScheduler:
                 unit.forward_depth = 0
                 self._tokens[unit.index].clear()
                 self._release(unit)
+        self._kept.drop_all()
         self._forwards = 0
         if failed and announce:
             warnings.warn(
@@ -222,7 +219,9 @@ class UnitScheduler:
             node = tensor.grad_fn
             if node is not None:
                 node.register_prehook(ModuleHook(self._needed, unit, token))
-        self._release(unit)
+        self._release(unit, is_recomputed=torch._C._current_graph_task_id() != -1)
+        if not self._in_forward and not torch.is_grad_enabled():
+            self._kept.drop_all()
         return output
 
     def _needed(self, unit: Unit, token: object, _gradients: Any) -> None:
@@ -258,27 +257,34 @@ class UnitScheduler:
 
     def _acquire(self, unit: Unit, phase: Phase) -> None:
         self._unshard(unit)
-        present = [*self._unsharded.values(), *self.ahead.sharded]
-        self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(present))
+        others = {each.index: each for each in (*self.ahead.sharded, *self._kept.units)}
+        present = {**others, **self._unsharded}
+        self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes([*present.values()]))
         following = self._order.visit(phase, unit.index)
         if not (self._pages or self._copies):
             return
         spare = self._limits.live_numel - sum(each.numel for each in self._unsharded.values())
         spare = min(spare, self._limits.prefetch_numel)
         ahead_bytes = 0
-        for position, predicted in enumerate(following):
+        is_next = True
+        for predicted in following:
             unit_ahead = self.units[predicted]
+            if self._kept.is_ready(unit_ahead):
+                continue
             spare -= unit_ahead.numel
             if spare < 0:
                 break
-            if not position and self._copies:
+            if is_next and self._copies:
+                self._kept.make_room(unit_ahead)
                 self.ahead.start(unit_ahead, self._store)
+            is_next = False
             if not self._pages or not self._read_ahead(unit_ahead):
                 break
             ahead_bytes += unit_ahead.shard_bytes
             self._store.ledger.observe(READ_AHEAD, ahead_bytes)
 
     def _unshard(self, unit: Unit) -> None:
+        self._kept.make_room(unit)
         if not self._turns.gather(unit):
             unit.unshard(self._store)
         if unit.moves:
@@ -289,14 +295,13 @@ class UnitScheduler:
         """Start reading what a unit will need; tell whether slots may be left for the next one."""
         return all(self._store.read_ahead_parameters(segment.index) for segment in unit.segments)
 
-    def _release(self, unit: Unit) -> None:
+    def _release(self, unit: Unit, *, is_recomputed: bool = False) -> None:
         if not unit.is_held:
             self._guard.forget(unit)
-            held_bytes = unit.live_bytes
             self._unsharded.pop(unit.index, None)
-            unit.reshard()
-            if self._store.device.is_host:
-                self._store.heap.freed(held_bytes)
+            self._kept.reshard(
+                unit, may_keep=not self._turns.take(unit), is_recomputed=is_recomputed
+            )
 
     def _queue_end_of_task(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -304,6 +309,8 @@ class UnitScheduler:
             return
         if self._tasks_with_callback and _is_outermost_backward():
             self.recover()  # no backward is around this one, so the earlier one failed
+        if self._reducer is not None:
+            self._reducer.hooks.move_back()
         is_first = not self._tasks_with_callback
         self._tasks_with_callback.add(task)
         engine = torch.autograd.Variable._execution_engine
@@ -322,6 +329,7 @@ class UnitScheduler:
                 self._release(unit)
         if self._tasks_with_callback:
             return  # a nested backward; the outer one reduces
+        self._kept.drop_all()
         if self._reducer is not None:
             self._reducer.flush()
         if self.on_backward_end is not None:

@@ -118,6 +118,8 @@ class Settings:
     """Most parameters that are read ahead of their use."""
     live_numel: int = 1_000_000_000
     """Parameters unsharded and read ahead together; reading ahead ends there."""
+    reuse_numel: int = 0
+    """Elements of other units before the next use of one that is kept; 0 keeps none."""
     tiers: TierSettings = TierSettings()
     aio: AioSettings = AioSettings()
     optimizer: NamedFactory | None = None

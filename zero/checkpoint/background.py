@@ -19,6 +19,7 @@ from estimators import SubGroup
 from offload import Field, Store
 from offload.groups import ExtentReader
 from zero.checkpoint.save import Save
+from zero.runtime import Runtime
 
 CopyPlan = Sequence[tuple[SubGroup, Collection[Field]]]
 
@@ -106,3 +107,16 @@ class BackgroundSave:
         with self._copied:
             self._waiting -= copied
             self._copied.notify_all()
+
+
+def changing_fields(runtime: Runtime, group: SubGroup, *, blocking: bool) -> frozenset[Field]:
+    """Return the fields to copy at once: all, or those that may change without a word.
+
+    What rests on a GPU is read by its owner alone.
+    """
+    store, segment = runtime.store, runtime.segments[group.segment]
+    if blocking or not store.device.is_host:
+        return frozenset(Field)
+    if segment.is_in_place:
+        return frozenset({Field.GRADIENT, Field.PARAMETER, Field.MASTER})
+    return frozenset({Field.GRADIENT})

@@ -29,6 +29,7 @@ class Summary:
     world_size: int
     global_steps: int
     size_bytes: int
+    file_count: int
     sections: dict[str, tuple[int, int, int]]
     """By section: tensors, elements, bytes."""
     trained_numel: int
@@ -62,7 +63,7 @@ class Summary:
         for section, counts in self.sections.items():
             table.add_row(section, *(f"{count:,}" for count in counts))
         table.add_section()
-        table.add_row("files", str(self.world_size), "", f"{self.size_bytes:,}")
+        table.add_row("files", str(self.file_count), "", f"{self.size_bytes:,}")
         lines = [
             f"step {self.global_steps}, saved by {self.world_size} ranks",
             f"{self.trained_numel:,} trained and {self.frozen_numel:,} frozen parameters",
@@ -101,7 +102,8 @@ def inspect(path: str | Path, tag: str | None = None) -> Summary:
     folder = locate(Path(path), tag)
     manifest = read_manifest(folder)
     for rank in manifest.ranks:
-        check_header(folder / rank.file.name, rank.file)
+        for file in rank.files:
+            check_header(folder / file.name, file)
     return summarise(folder, manifest)
 
 
@@ -125,6 +127,7 @@ def summarise(folder: Path, manifest: Manifest) -> Summary:
         manifest.world_size,
         manifest.global_steps,
         manifest.size_bytes,
+        sum(len(rank.files) for rank in manifest.ranks),
         sections,
         sum(each.numel for each in manifest.tensors if each.trained),
         sum(each.numel for each in manifest.tensors if not each.trained),

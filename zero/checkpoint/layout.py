@@ -30,6 +30,8 @@ from zero.unit import Segment
 from zero.whole import LateTensor
 
 _HEADER_ALIGNMENT_BYTES = 4096
+LEAST_FROZEN_BYTES = 1 << 20
+"""What frozen shards have at least for a file of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,24 @@ def plan_file(
         if section not in SMALL_SECTIONS:
             raise ValueError(f"section {section} is not of small tensors")
         sources += [_of_tensor(section, name, each) for name, each in tensors.items()]
+    return _lay_out(sources)
+
+
+def plan_frozen_file(runtime: Runtime) -> FilePlan | None:
+    """Decide what a file of frozen shards alone holds, or None if they are too few for one."""
+    sources = [
+        source
+        for segment in runtime.segments
+        if not segment.spec.trainable
+        for source in _of_segment(
+            segment,
+            WEIGHT,
+            Field.PARAMETER,
+            field_dtype(runtime.store, segment.index, Field.PARAMETER),
+        )
+    ]
+    if sum(source.piece.size_bytes for source in sources) < LEAST_FROZEN_BYTES:
+        return None
     return _lay_out(sources)
 
 

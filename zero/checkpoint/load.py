@@ -186,19 +186,28 @@ class PieceIndex:
 class ShardLoader:
     """Streams saved values into the shards of one rank."""
 
-    def __init__(self, runtime: Runtime, files: CheckpointFiles, names: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        files: CheckpointFiles,
+        names: Mapping[str, str],
+        *,
+        anew: bool = False,
+    ) -> None:
         """Prepare.
 
         Args:
             runtime: the shards.
             files: the checkpoint.
             names: the saved name of each parameter of the model, by its own name.
+            anew: let moments be zero, whatever was saved.
         """
         self._runtime = runtime
         self._store: Store = runtime.store
         self._files = files
         self._names = names
         self._index = PieceIndex(files.manifest)
+        self._zeroed = frozenset(runtime.states) if anew else frozenset()
 
     def load(self, io: Engine, thread_count: int, *, states: bool, gradients: bool) -> None:
         """Set all weights that were saved, and what else is asked for.
@@ -282,7 +291,7 @@ class ShardLoader:
             if low >= high or name is None:
                 continue
             first, target = piece.first + low - piece.start, low - group.start
-            if not self._index.has(name, section):
+            if section in self._zeroed or not self._index.has(name, section):
                 yield from _zeros(field, target, high - low)
                 continue
             bases = self._code_bases(name, section, first, first + high - low)
@@ -333,7 +342,8 @@ def verify_blocks(files: CheckpointFiles, io: Engine, thread_count: int) -> int:
     blocks = (
         (piece, number)
         for rank in files.manifest.ranks
-        for piece in sorted(rank.file.pieces, key=lambda each: each.offset)
+        for file in rank.files
+        for piece in sorted(file.pieces, key=lambda each: each.offset)
         for number in range(len(piece.checksums))
     )
     crew, size_bytes = Crew(thread_count), 0

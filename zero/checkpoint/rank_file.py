@@ -22,7 +22,7 @@ from zero.whole import LateTensor
 
 _SMALLEST_BLOCK_BYTES = 64 << 10
 _LARGEST_BLOCK_BYTES = 4 << 20
-_BLOCK_COUNT = 32
+BLOCK_COUNT = 32
 """Three streams of states and where they meet, two a thread, and as many in flight."""
 _CHECKSUMS_A_PART = 4
 _LEAST_WORK_BYTES = 1 << 20
@@ -56,6 +56,10 @@ class PieceHash:
             raise RuntimeError(f"{self._piece.key} was not written whole")
         return tuple(self._done[number] for number in range(count))
 
+    def agrees(self, checksums: Sequence[str]) -> bool:
+        """Tell whether what is done so far has the checksums that something else has."""
+        return all(checksums[number] == found for number, found in self._done.items())
+
     def _take(self, number: int, part: memoryview) -> None:
         found = self._begun.pop(number) if number in self._begun else (xxhash.xxh3_64(), 0)
         state, taken_bytes = found
@@ -71,16 +75,23 @@ class PieceHash:
 class RankFile:
     """One file that is being written; its memory is smaller than its largest piece, or tiny."""
 
-    def __init__(self, path: Path, plan: FilePlan, engine: Engine, thread_count: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        plan: FilePlan,
+        engine: Engine,
+        thread_count: int,
+        block_count: int = BLOCK_COUNT,
+    ) -> None:
         self._plan = plan
         self._crew = Crew(thread_count)
         self._file = DataFile.create_new(path, plan.size_bytes)
-        block = plan.largest_bytes // _BLOCK_COUNT
+        block = plan.largest_bytes // BLOCK_COUNT
         self._writer = SpanWriter(
             engine,
             self._file,
             block_bytes=min(max(block, _SMALLEST_BLOCK_BYTES), _LARGEST_BLOCK_BYTES),
-            block_count=_BLOCK_COUNT,
+            block_count=block_count,
         )
         self._hashes = {piece.key: PieceHash(piece) for piece in plan.pieces}
         self._by_segment: dict[int, list[PieceSource]] = {}
@@ -111,7 +122,7 @@ class RankFile:
             for source in self._by_segment.get(group.segment, ()):
                 if source.field not in fields:
                     continue
-                for low, high in self._parts(source, group):
+                for low, high in parts_of(source, group):
                     small.append(partial(self._stream, source, (low, high), group, read))
                     small_bytes += (high - low) * DTYPES[source.piece.dtype].itemsize
                     if small_bytes >= _LEAST_WORK_BYTES:
@@ -143,16 +154,6 @@ class RankFile:
         self._crew.close()
         self._writer.close()
         self._file.close()
-
-    def _parts(self, source: PieceSource, group: SubGroup) -> Iterator[tuple[int, int]]:
-        """Yield what a sub-group has of a piece, cut where a checksum begins."""
-        part = source.part(group)
-        low = part.start
-        while low < part.stop:
-            number = low // CHECKSUM_NUMEL
-            stop = min((number + _CHECKSUMS_A_PART) * CHECKSUM_NUMEL, part.stop)
-            yield low, stop
-            low = stop
 
     def _do(self, work: Sequence[Callable[[], None]]) -> None:
         """Do pieces of work; if one fails, no other thread waits for it."""
@@ -186,6 +187,17 @@ class RankFile:
         self._hashes[piece.key].update(0, memoryview(data))
 
 
+def parts_of(source: PieceSource, group: SubGroup) -> Iterator[tuple[int, int]]:
+    """Yield what a sub-group has of a piece, cut where a checksum begins."""
+    part = source.part(group)
+    low = part.start
+    while low < part.stop:
+        number = low // CHECKSUM_NUMEL
+        stop = min((number + _CHECKSUMS_A_PART) * CHECKSUM_NUMEL, part.stop)
+        yield low, stop
+        low = stop
+
+
 def small_values(source: SmallSource) -> torch.Tensor:
     """Return the values of a piece that is not in a shard."""
     if isinstance(source.values, Moments):
@@ -193,3 +205,46 @@ def small_values(source: SmallSource) -> torch.Tensor:
     if isinstance(source.values, LateTensor):
         return source.values.read()
     return source.values
+
+
+class RankFiles:
+    """The files of one rank: one, and one of frozen shards, which may be linked already."""
+
+    def __init__(self, main: RankFile, frozen: RankFile | None, linked: FileEntry | None) -> None:
+        self._main = main
+        self._frozen = frozen
+        self._linked = linked
+        self._all = [main] if frozen is None else [main, frozen]
+
+    def write_start(self) -> None:
+        """Write headers and everything that is in memory already."""
+        for each in self._all:
+            each.write_start()
+
+    def fields(self, group: SubGroup) -> frozenset[Field]:
+        """Return the fields of a sub-group that are saved."""
+        return frozenset().union(*(each.fields(group) for each in self._all))
+
+    def write_group(self, group: SubGroup, read: ReadField, fields: Collection[Field]) -> None:
+        """Write some fields of a sub-group; sub-groups of a segment come in order.
+
+        Raises:
+            OSError: if a write failed.
+        """
+        for each in self._all:
+            if each.fields(group):
+                each.write_group(group, read, fields)
+
+    def finish(self) -> tuple[FileEntry, FileEntry | None]:
+        """Return what was written, and the file of frozen shards, once they will last.
+
+        Raises:
+            OSError: if a write failed.
+        """
+        frozen = self._linked if self._frozen is None else self._frozen.finish()
+        return self._main.finish(), frozen
+
+    def close(self) -> None:
+        """Give memory and files up."""
+        for each in self._all:
+            each.close()

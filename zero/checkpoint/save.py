@@ -27,7 +27,8 @@ from zero.checkpoint.directory import (
     show_text,
     write_synced,
 )
-from zero.checkpoint.layout import plan_file
+from zero.checkpoint.frozen_file import SameFile, find_same, rests_in_memory
+from zero.checkpoint.layout import plan_file, plan_frozen_file
 from zero.checkpoint.manifest import (
     CLIENT,
     DTYPE_CODES,
@@ -40,7 +41,7 @@ from zero.checkpoint.manifest import (
     parse_rank,
     rank_data,
 )
-from zero.checkpoint.rank_file import RankFile
+from zero.checkpoint.rank_file import BLOCK_COUNT, RankFile, RankFiles
 from zero.checkpoint.script import write_script
 from zero.errors import CheckpointError
 from zero.parameter import reference_of
@@ -48,6 +49,7 @@ from zero.plain import to_plain
 from zero.run_state import RunState, capture
 
 if TYPE_CHECKING:
+    from offload import Store
     from zero.comm import Communicator
     from zero.engine import ZeroEngine
 
@@ -78,8 +80,8 @@ class SaveRequest:
 class Save:
     """One checkpoint that is being written by this rank."""
 
-    def __init__(self, engine: ZeroEngine, request: SaveRequest) -> None:
-        """Agree with the other ranks and reserve the space; nothing of the state is read yet.
+    def __init__(self, engine: ZeroEngine, request: SaveRequest, *, blocking: bool) -> None:
+        """Agree with the other ranks and reserve the space; nothing is written yet.
 
         Raises:
             CheckpointError: if it cannot be saved; nothing is left behind.
@@ -98,13 +100,16 @@ class Save:
         try:
             self._state: RunState = capture(engine)
             self._client = to_plain(request.client_state, "client_state", client)
+            frozen = None if request.exclude_frozen else plan_frozen_file(engine._runtime)
+            self._frozen_plan = frozen
             self._plan = plan_file(
                 engine._runtime,
                 {STATE: {**self._state.tensors, **self._state.late}, CLIENT: client},
                 _waiting(engine),
-                exclude_frozen=request.exclude_frozen,
+                exclude_frozen=request.exclude_frozen or frozen is not None,
                 as_stored=request.as_stored,
             )
+            self._same = self._find_same(engine._runtime.store, blocking=blocking)
         except Exception as error:  # noqa: BLE001  told to the other ranks, then raised
             problem = error
         agree(self._communicator, problem, "prepare it")
@@ -123,8 +128,9 @@ class Save:
             CheckpointError: if another rank failed.
         """
         try:
-            entry = self.file.finish()
-            text = json.dumps(rank_data(RankEntry(entry, self._state.data, self._client)))
+            entry, frozen = self.file.finish()
+            own = RankEntry(entry, self._state.data, self._client, frozen)
+            text = json.dumps(rank_data(own))
             if self._communicator.rank == 0:
                 return self._commit(text)
             self._leave(self._part(self._communicator.rank), text)
@@ -161,19 +167,46 @@ class Save:
                 problem = error
         agree(self._communicator, problem, "make its folder")
 
-    def _reserve(self) -> RankFile:
-        problem: Exception | None = None
-        file: RankFile | None = None
+    def _find_same(self, store: Store, *, blocking: bool) -> SameFile | None:
+        """Return an earlier file of the frozen shards, unless looking would hold training up."""
+        plan, communicator = self._frozen_plan, self._communicator
+        if plan is None or not (blocking or rests_in_memory(store, plan)):
+            return None
+        ranks = (communicator.rank, communicator.world_size)
+        return find_same(store, self.request.folder, plan, ranks, helper_count(communicator))
+
+    def _create_files(self) -> RankFiles:
+        """Make this rank's files, and reserve their space.
+
+        Raises:
+            OSError: if there is no room; then none is open.
+        """
+        rank, helpers = self._communicator.rank, helper_count(self._communicator)
+        path = self._pending.path
+        linked = self._same.link(path / frozen_name(rank)) if self._same is not None else None
+        if self._frozen_plan is None or linked is not None:
+            main = RankFile(path / file_name(rank), self._plan, self.io, helpers)
+            return RankFiles(main, None, linked)
+        half = BLOCK_COUNT // 2  # so that both have the memory of one
+        main = RankFile(path / file_name(rank), self._plan, self.io, helpers, half)
         try:
-            file = RankFile(
-                self._pending.path / file_name(self._communicator.rank),
-                self._plan,
-                self.io,
-                helper_count(self._communicator),
-            )
+            frozen = RankFile(path / frozen_name(rank), self._frozen_plan, self.io, helpers, half)
+        except BaseException:
+            main.close()
+            raise
+        return RankFiles(main, frozen, None)
+
+    def _reserve(self) -> RankFiles:
+        problem: Exception | None = None
+        file: RankFiles | None = None
+        try:
+            file = self._create_files()
         except OSError as error:
+            needed = self._plan.size_bytes
+            if self._frozen_plan is not None and self._same is None:
+                needed += self._frozen_plan.size_bytes
             problem = CheckpointError(
-                f"checkpoint {self.request.tag} needs {self._plan.size_bytes:,} bytes for this"
+                f"checkpoint {self.request.tag} needs {needed:,} bytes for this"
                 f" rank: {error.strerror or error}; nothing was written"
             )
         try:
@@ -273,6 +306,11 @@ def helper_count(communicator: Communicator) -> int:
 def file_name(rank: int) -> str:
     """Return the name of a rank's file."""
     return f"rank{rank:05}.safetensors"
+
+
+def frozen_name(rank: int) -> str:
+    """Return the name of a rank's file of frozen shards."""
+    return f"rank{rank:05}.frozen.safetensors"
 
 
 def describe_tensors(engine: ZeroEngine, *, exclude_frozen: bool) -> tuple[TensorEntry, ...]:

@@ -22,10 +22,11 @@ from zero.carried import (
     adopt_carried,
     arrange_carried,
     join_carried,
+    moments_go_on,
     other_optimizer,
     saved_carried,
 )
-from zero.checkpoint.background import BackgroundSave
+from zero.checkpoint.background import BackgroundSave, changing_fields
 from zero.checkpoint.deepspeed import PeerLoading
 from zero.checkpoint.deepspeed_files import find_peer
 from zero.checkpoint.directory import LATEST, check_tag, find, finish_removals, read_latest
@@ -51,7 +52,6 @@ from zero.parameter import reference_of
 from zero.plain import from_plain
 from zero.replan import keep_moments
 from zero.run_state import RestoreParts, RunState, restore, window_survives
-from zero.runtime import Runtime
 from zero.units import ManagedParameter
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ class LoadRequest:
 def save_checkpoint(engine: ZeroEngine, request: SaveRequest, *, blocking: bool) -> None:
     """Save a checkpoint; a collective. Without `blocking` a thread goes on with it."""
     wait_for_checkpoint(engine)
-    _come_to_rest(engine)
-    save = Save(engine, request)
+    come_to_rest(engine)
+    save = Save(engine, request, blocking=blocking)
     runtime = engine._runtime
     later: list[tuple[SubGroup, frozenset[Field]]] = []
     try:
@@ -88,7 +88,7 @@ def save_checkpoint(engine: ZeroEngine, request: SaveRequest, *, blocking: bool)
         groups = runtime.store.plan.sub_groups
         for position, group in enumerate(groups):
             fields = save.file.fields(group)
-            now = fields & _changing(runtime, group, blocking=blocking)
+            now = fields & changing_fields(runtime, group, blocking=blocking)
             if now:
                 with read_group(runtime.store, group, now, groups[position + 1 :]) as reader:
                     save.file.write_group(group, reader.copy, now)
@@ -122,25 +122,12 @@ def wait_for_checkpoint(engine: ZeroEngine) -> Path | None:
         finish_removals()
 
 
-def _changing(runtime: Runtime, group: SubGroup, *, blocking: bool) -> frozenset[Field]:
-    """Return the fields to copy at once: all, or those that may change without a word.
-
-    What rests on a GPU is read by its owner alone.
-    """
-    store, segment = runtime.store, runtime.segments[group.segment]
-    if blocking or not store.device.is_host:
-        return frozenset(Field)
-    if segment.is_in_place:
-        return frozenset({Field.GRADIENT, Field.PARAMETER, Field.MASTER})
-    return frozenset({Field.GRADIENT})
-
-
 def load_checkpoint(engine: ZeroEngine, request: LoadRequest) -> tuple[Path, Any] | None:
     """Load a checkpoint; return its folder and the client state, or None if there is none."""
     communicator = engine._runtime.communicator
     wait_for_checkpoint(engine)
     engine._runtime.store.suspended = None
-    _come_to_rest(engine)
+    come_to_rest(engine)
     communicator.join(f"loading checkpoint {request.tag or LATEST} of {request.folder}")
     problem: Exception | None = None
     peer = find_peer(request.folder, request.tag)
@@ -193,6 +180,7 @@ class _Loading:
         self._request = request
         self._manifest = manifest
         self._names = match_names(engine, manifest, strict=request.strict)
+        self._moments_go_on = moments_go_on(engine.optimizer, manifest.states)
         ranks = manifest.ranks
         rank = engine.global_rank if engine.global_rank < len(ranks) else 0
         self._rank: RankEntry = ranks[rank]
@@ -252,13 +240,18 @@ class _Loading:
         store = engine._runtime.store
         keeps_window = states and window_survives(engine, state)
         try:
-            loader = ShardLoader(engine._runtime, self.files, self._names)
+            loader = ShardLoader(
+                engine._runtime, self.files, self._names, anew=not self._moments_go_on
+            )
             loader.load(self._io, self._helpers, states=states, gradients=keeps_window)
             notes = self._note_frozen() if states else []
             if states:
                 self._keep_waiting()
             parts = RestoreParts(
-                run=not request.module_only, optimizer=states, scheduler=request.scheduler
+                run=not request.module_only,
+                optimizer=states,
+                scheduler=request.scheduler,
+                moments=self._moments_go_on,
             )
             notes += restore(engine, state, parts, strict=request.strict)
         except BaseException:
@@ -308,13 +301,16 @@ class _Loading:
         self._whole_states.adopt(self._read_piece)
 
     def _births(self, updates: int) -> dict[int, int]:
-        """Return the births of what is trained, where they are not zero."""
+        """Return the births of what is trained, where they are not zero.
+
+        Where moments begin anew all parameters are as if they had not been trained yet.
+        """
         saved = names_of(self._manifest.tensors)
         births = {}
         for segment in self._engine._runtime.segments:
             for member in segment.members:
                 entry = saved.get(self._names.get(member.name, ""))
-                steps = entry.steps if entry is not None else None
+                steps = entry.steps if entry is not None and self._moments_go_on else None
                 if segment.spec.trainable and (steps or 0) != updates:
                     births[id(member.parameter)] = updates - (steps or 0)
         return births
@@ -346,7 +342,7 @@ class _Loading:
         saved = names_of(self._manifest.tensors)
         index = PieceIndex(self._manifest)
         for segment in engine._runtime.segments:
-            if segment.spec.trainable:
+            if segment.spec.trainable or not self._moments_go_on:
                 continue
             for member in segment.members:
                 entry = saved.get(self._names.get(member.name, ""))
@@ -470,7 +466,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def _come_to_rest(engine: ZeroEngine) -> None:
+def come_to_rest(engine: ZeroEngine) -> None:
     """Bring everything to where the plan has it: changes in place, kept gradients, writes.
 
     Raises:

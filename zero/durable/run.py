@@ -45,7 +45,7 @@ from zero.durable.protocol import (
     perform,
     refusal_to_begin,
 )
-from zero.durable.reports import CommitReport, Resumed
+from zero.durable.reports import BY_CHECKPOINT, CommitReport, Resumed, other_plan
 from zero.durable.signals import TerminationWatch
 from zero.errors import ConfigError
 from zero.optimizer import ZeroOptimizer
@@ -312,8 +312,8 @@ class DurableRun:
         if then - {now}:
             raise DurableError(
                 f"the durable run {self.name!r} has {sorted(then)} ranks, and {now} are here; start"
-                f" it with as many as it has, or load a checkpoint of it on {now} ranks, or give"
-                " the new run another tiers.durable.name"
+                f" it with as many as it has. To go on with {now}, start it once more with those,"
+                f" {BY_CHECKPOINT}"
             )
         others = [rank for rank, each in enumerate(found) if each["model"] != self._model]
         if others:
@@ -341,13 +341,8 @@ class DurableRun:
         facts = RunFacts.from_header(self._chosen.header)
         if self._chosen.layout != self._layout:
             ranks = self._communicator.local_world_size
-            raise DurableError(
-                f"it was planned with {facts.host_bytes * ranks} bytes of tiers.host_memory, and"
-                f" {memory.host_budget_bytes * ranks} are given now, or with other types, parameter"
-                " groups, frozen parameters, offload devices, sub_group_size or state_format; set"
-                f" tiers.host_memory to {facts.host_bytes * ranks} and the rest as it was, or give"
-                " the new run another tiers.durable.name"
-            )
+            then, now = facts.host_bytes * ranks, memory.host_budget_bytes * ranks
+            raise DurableError(other_plan(then, now))
         self._facts = RunFacts.of(memory, self._model, facts.file)
         file = self._places.open_file(io, facts.file)
         return KeptFile(file, self._copies, is_new=False)
