@@ -152,10 +152,12 @@ def late_collectives(delays: Delays) -> Iterator[LateCollectives]:
     ]
     meet = Rendezvous.meet
 
-    def late_meeting(self: Rendezvous, what: str) -> None:
+    @functools.wraps(meet)
+    def late_meeting(self: Rendezvous, what: str, **options: Any) -> bool:
         delays.pause("meeting")
-        meet(self, what)
+        is_ready = meet(self, what, **options)
         delays.pause("meeting")
+        return is_ready
 
     for module, name, value in undone:
         setattr(module, name, wrapped[id(value)])
