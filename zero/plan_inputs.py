@@ -20,7 +20,7 @@ from zero.config import ConfigError, load_config
 from zero.config.loading import ConfigWarning
 from zero.config.zero_models import ZeroOptimization
 from zero.model_functions import build_on_meta, shape_of
-from zero.optimizer import rule_of
+from zero.optimizer import rule_of, whole_tensors_of
 from zero.planning import updates_on_device
 from zero.settings import NvmeSettings, Settings
 from zero.swap_paths import nvme_budget
@@ -170,6 +170,7 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         bandwidths=_with_given(node.bandwidths, tiers.nvme, options),
     )
     rule = rule_of(settings.optimizer)
+    trained = {each.name: each.shape for each in inputs.model.parameters if each.is_trainable}
     samples = settings.batch.micro_batch_size if options.batch is None else options.batch
     return replace(
         inputs,
@@ -191,6 +192,7 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         stage=settings.stage,
         persistence=settings.persistence,
         rule=rule,
+        whole=whole_tensors_of(settings.optimizer, trained, node.world_size),
         format_overrides=tuple(
             (each.pattern, each.state_format) for each in tiers.format_overrides
         ),
