@@ -89,6 +89,27 @@ class WholePlacement:
     area_bytes: int = 0
     """The part of the swap file that has the others; in a durable run each has two places."""
 
+    def host_bytes(self, request: PlacementRequest) -> int:
+        """Return the host memory for whole tensors: what is gathered, staged and resident."""
+        return request.whole.working_bytes + self.resident_bytes
+
+
+def place_whole_tensors(
+    request: PlacementRequest, left_bytes: int, swap_bytes: int
+) -> WholePlacement:
+    """Decide how much of the records of whole tensors rests on the host: what is left there.
+
+    Records rest as a whole, and other ranks have others: so one more has room in the file.
+    """
+    state_bytes = request.whole.state_bytes
+    if not request.pages_whole_tensors:
+        return WholePlacement(resident_bytes=state_bytes)
+    resident = 0 if request.durable else min(state_bytes, max(left_bytes, 0))
+    if resident == state_bytes:
+        return WholePlacement(resident_bytes=resident)
+    paged = min(state_bytes, state_bytes - resident + request.whole.record_bytes)
+    return WholePlacement(resident, swap_bytes, paged * (2 if request.durable else 1))
+
 
 class DurableBytes:
     """What a durable run takes beside what others take."""
@@ -319,13 +340,8 @@ class MemoryPlan(DurableBytes, UnshardedBytes):
     def host_bytes(self) -> int:
         """Bytes that the host takes: slots, staging, everything resident, whole tensors."""
         resident = sum(self.resident_section_bytes(Tier.HOST, section) for section in Section)
-        fixed = self.staging_bytes + self.whole_host_bytes
+        fixed = self.staging_bytes + self.whole.host_bytes(self.request)
         return self.slots.total_bytes + fixed + resident
-
-    @property
-    def whole_host_bytes(self) -> int:
-        """Bytes of host memory for whole tensors: what is gathered, staged and resident."""
-        return self.request.whole.working_bytes + self.whole.resident_bytes
 
     @property
     def staging_bytes(self) -> int:
@@ -355,7 +371,7 @@ class MemoryPlan(DurableBytes, UnshardedBytes):
         rows.append(PlanRow(Tier.DEVICE, START_EXCESS, self.start_excess_bytes))
         rows.append(PlanRow(Tier.HOST, f"slots ({self.slots.count})", self.slots.total_bytes))
         rows.append(PlanRow(Tier.HOST, STAGING, self.staging_bytes))
-        rows.append(PlanRow(Tier.HOST, WHOLE, self.whole_host_bytes))
+        rows.append(PlanRow(Tier.HOST, WHOLE, self.whole.host_bytes(self.request)))
         rows.extend(
             PlanRow(Tier.NVME, f"{section.name.lower()}s", self.nvme_section_bytes(section))
             for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)

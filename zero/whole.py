@@ -165,24 +165,6 @@ class WholeOptimizer:
                 found[key] = (values, forms)
         return found
 
-    def leave(self, spool: Spool) -> Waiting:
-        """Return copies of all state, to be adopted once there is another store."""
-        waiting: Waiting = {}
-        for key, (values, forms) in self.owned().items():
-            tensors = self.records.take(self._names[key])
-            arrays = [
-                (form, spool.put(tensors[form[0]].reshape(-1), self._names[key])) for form in forms
-            ]
-            waiting[key] = (values, arrays)
-        return waiting
-
-    def adopt(self, waiting: Waiting) -> None:
-        """Keep what another store had."""
-        for key, (values, arrays) in waiting.items():
-            if key in self._names:
-                tensors = {form[0]: array.read().view(form[2]) for form, array in arrays}
-                self.keep(key, {**values, **tensors})
-
     def _state_bytes(self, index: int, group: Mapping[str, Any], member: ManagedParameter) -> int:
         """Return the record of a parameter, found by running on another of its shape."""
         shape = member.parameter.shape
@@ -204,6 +186,25 @@ class WholeOptimizer:
                 ) from error
             self._sizes[index, shape] = max(largest, 1)
         return self._sizes[index, shape]
+
+
+def leave_whole(update: object, spool: Spool) -> Waiting:
+    """Return copies of all state, to be adopted once there is another store."""
+    waiting: Waiting = {}
+    if not isinstance(update, WholeOptimizer):
+        return waiting
+    for key, (values, forms) in update.owned().items():
+        tensors = update.state_of(key)
+        waiting[key] = (values, [(f, spool.put(tensors[f[0]].reshape(-1))) for f in forms])
+    return waiting
+
+
+def adopt_whole(update: object, waiting: Waiting) -> None:
+    """Keep what another store had."""
+    for key, (values, arrays) in waiting.items():
+        if isinstance(update, WholeOptimizer) and update.owns(key):
+            tensors = {form[0]: array.read().view(form[2]) for form, array in arrays}
+            update.keep(key, {**values, **tensors})
 
 
 def describe_whole(

@@ -36,14 +36,15 @@ def start_ranks(work: Work, world_size: int, folder: Path) -> list[int]:
         if process == 0:
             _run(work, rank, (world_size, store.port), told)
         found.append(process)
-    _JOBS[found[0]] = told, store
+    _TOLD[found[0]] = told
+    _STORES[found[0]] = store
     return found
 
 
 def wait_for(processes: list[int], timeout_s: float = 120) -> list[Any]:
     """Wait for ranks and return what each returned; a rank that failed fails the test."""
     codes = reap(processes, timeout_s)
-    told, _ = _JOBS.pop(processes[0])
+    told = _TOLD.pop(processes[0])
     found = []
     for rank, code in enumerate(codes):
         path = told / f"rank{rank}"
@@ -63,6 +64,7 @@ def reap(processes: list[int], timeout_s: float = 120) -> list[int]:
             os.kill(process, signal.SIGKILL)
         os.close(ended)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    _STORES.pop(processes[0], None)  # it has descriptors
     return codes
 
 
@@ -71,8 +73,10 @@ def on_ranks(work: Work, world_size: int, folder: Path, timeout_s: float = 120) 
     return wait_for(start_ranks(work, world_size, folder), timeout_s)
 
 
-_JOBS: dict[int, tuple[Path, dist.TCPStore]] = {}
-"""By the id of its first rank: where the ranks of a job say what came of them, and their store."""
+_TOLD: dict[int, Path] = {}
+"""By the id of its first rank: where the ranks of a job say what came of them."""
+_STORES: dict[int, dist.TCPStore] = {}
+"""The store of each job that is not over, likewise."""
 
 
 def _run(work: Work, rank: int, job: tuple[int, int], told: Path) -> None:

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import zero
+import zero.planning
 from estimators import PlanError, Section, Tier, step_traffic
 from tests.support.configs import make_config
 from tests.support.fork_ranks import on_ranks
 from tests.support.observe import digest, full_parameters, state_digest
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.tiny import make_batch, make_model
 
 pytestmark = pytest.mark.nvme
@@ -37,13 +39,20 @@ def settings(path: Path, threshold: int, total: int = sys.maxsize) -> dict[str, 
     return config
 
 
-def trained(path: Path, rank: int, threshold: int, total: int = sys.maxsize) -> dict[str, Any]:
+def trained(
+    path: Path, rank: int, threshold: int, total: int = sys.maxsize, *, tier: str = "nvme"
+) -> dict[str, Any]:
     """Train a little, and return the bits of everything and what a step has moved."""
-    engine, _, _, _ = zero.initialize(model=make_model(), config=settings(path, threshold, total))
+    config = settings(path, threshold, total)
+    config["zero_optimization"]["offload_param"]["device"] = tier
+    config["zero_optimization"]["offload_optimizer"]["device"] = tier
+    config["tiers"]["host_memory"] = "400KB" if tier == "nvme" else "100MB"
+    engine, _, _, _ = zero.initialize(model=make_model(), config=config)
     plan = engine.plan.memory
     for step in range(STEPS):
         for micro in range(2):
-            engine.backward(engine(*make_batch(2 * step + micro, rank)))
+            batch = [each.to(engine.device) for each in make_batch(2 * step + micro, rank)]
+            engine.backward(engine(*batch))
         engine.step()
     last = engine.ledger.report().steps[-1]
     world_size = plan.request.world_size
@@ -61,9 +70,15 @@ def trained(path: Path, rank: int, threshold: int, total: int = sys.maxsize) -> 
         "norm": engine.get_global_grad_norm(),
         "gathered": last.rank_bytes["gathered"],
         "expected": 2 * 2 * moving + staying,
+        "copied": [last.copied_bytes.get(way, 0) for way in ("in", "out")],
         "read": last.nvme_bytes["nvme read parameter"],
         "planned": traffic.read_bytes[Section.PARAMETER],
         "persistent": plan.persistent_bytes,
+        "values": sum(
+            segment.layout(world_size).padded_numel * segment.element.size_bytes
+            for segment in plan.request.segments
+            if segment.persistent
+        ),
         "resident": resident,
         "exceeds": [
             line["what"]
@@ -140,6 +155,17 @@ def test_a_write_to_what_stays_is_not_lost_and_a_window_gathers_nothing(scratch:
     expected[3:5] = [5.0, 7.0]
     for found in on_ranks(work, 2, scratch):
         assert found == [True, True, 0, 0, expected, expected]
+
+
+def test_what_stays_is_not_copied_to_a_device(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for the forwards and backwards of two micro-batches, nor for the update and back."""
+    monkeypatch.setattr(zero.planning, "open_device", lambda _: SimulatedDevice(5))
+    none, some = (trained(scratch, 0, each, tier="cpu") for each in (0, 800))
+    assert (some["bits"], some["state"]) == (none["bits"], none["state"])
+    assert none["copied"][0] - some["copied"][0] == (2 * 2 + 1) * some["values"]
+    assert none["copied"][1] - some["copied"][1] == some["values"] > 0
 
 
 def test_what_stays_counts_in_the_budget_of_the_device(scratch: Path) -> None:

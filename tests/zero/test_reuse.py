@@ -80,10 +80,10 @@ def trained(scratch: Path, rank: int, distance: int, **changes: Any) -> dict[str
         setattr(engine.module, name, value)
     for step in range(3):
         with torch.no_grad():
-            engine(batch(step + 9, rank))
+            engine(batch(step + 9, rank).to(engine.device))
         engine.ledger.events.clear()
         before = engine.ledger.snapshot()
-        engine.backward(engine(batch(step, rank)))
+        engine.backward(engine(batch(step, rank).to(engine.device)))
         moved = engine.ledger.snapshot().minus(before)
         engine.step()
     counts: dict[str, Counter[str]] = {"gather": Counter(), "kept": Counter()}
