@@ -95,7 +95,11 @@ class DurableBytes:
         return sum(copy.size_bytes for copy in self.resident_copies)
 
 
-def _by_unit(segments: Sequence[SegmentSpec], sizes: Sequence[int]) -> tuple[int, dict[int, int]]:
+_ByUnit = tuple[int, dict[int, int]]
+"""A sum of the root unit, and of each other one."""
+
+
+def _by_unit(segments: Sequence[SegmentSpec], sizes: Sequence[int]) -> _ByUnit:
     """Return the sum of the root unit and of each other one."""
     units: dict[int, int] = {}
     for segment, size in zip(segments, sizes, strict=True):
@@ -175,39 +179,38 @@ class MemoryPlan(DurableBytes):
             with_ahead: whether one more may be on its way to a device that is not the host.
         """
         request = self.request
-        sizes = [
-            0
-            if self.is_in_place(index)
-            else segment.layout(request.world_size).padded_numel * segment.element.size_bytes
-            for index, segment in enumerate(request.segments)
-        ]
-        root, units = _by_unit(request.segments, sizes)
-        moving = [
-            sum(each.numels) if size else 0
-            for each, size in zip(request.segments, sizes, strict=True)
-        ]
-        numels = _by_unit(request.segments, moving)
+        (root, units), (root_numel, numels), _ = self._unsharded
         limit = float("inf") if request.prefetch_numel is None else request.prefetch_numel
         if request.live_numel is not None:
-            limit = min(limit, request.live_numel - numels[0])
+            limit = min(limit, request.live_numel - root_numel)
         order = sorted(units, key=lambda unit: units[unit], reverse=True)
         held = order[:others]
         ahead = 0
         if with_ahead and not request.device_is_host:
-            coming = [unit for unit in order[others:] if numels[1][unit] <= limit]
+            coming = [unit for unit in order[others:] if numels[unit] <= limit]
             ahead = max((units[unit] for unit in coming), default=0)
         return root + sum(units[unit] for unit in held) + ahead
 
     def gradient_bytes(self, others: int) -> int:
         """Return the bytes of unsharded gradients of the root unit and the largest others."""
-        sizes = [
-            segment.layout(self.request.world_size).padded_numel * segment.gradient.size_bytes
-            if segment.trainable and self.request.trains
-            else 0
-            for segment in self.request.segments
-        ]
-        root, units = _by_unit(self.request.segments, sizes)
+        root, units = self._unsharded[2]
         return root + sum(sorted(units.values())[max(len(units) - others, 0) :])
+
+    @cached_property
+    def _unsharded(self) -> tuple[_ByUnit, _ByUnit, _ByUnit]:
+        """By unit: bytes and elements of parameters that are ever freed, bytes of gradients."""
+        request = self.request
+        padded = [each.layout(request.world_size).padded_numel for each in request.segments]
+        moves = [not self.is_in_place(index) for index in range(len(padded))]
+        rows = list(zip(request.segments, padded, moves, strict=True))
+        sizes = [each.element.size_bytes * numel * moving for each, numel, moving in rows]
+        numels = [sum(each.numels) * moving for each, _, moving in rows]
+        gradients = [
+            each.gradient.size_bytes * numel * (each.trainable and request.trains)
+            for each, numel, _ in rows
+        ]
+        by_unit = [_by_unit(request.segments, column) for column in (sizes, numels, gradients)]
+        return by_unit[0], by_unit[1], by_unit[2]
 
     @cached_property
     def live_parameter_bytes(self) -> int:
@@ -239,7 +242,7 @@ class MemoryPlan(DurableBytes):
         kept = [copy for copy in copies if copy <= HEAP_KEPT_BYTES]
         return max(copies, default=0) + max(kept, default=0)
 
-    @property
+    @cached_property
     def device_buffer_bytes(self) -> int:
         """Bytes of one of the buffers through which a device updates what rests elsewhere."""
         request = self.request
