@@ -4,6 +4,7 @@ Importing does nothing: the native module, the C library and the kernel are firs
 engine, an arena or a file is made.
 """
 
+from aio_ops.clones import clone_file
 from aio_ops.data_file import DataFile
 from aio_ops.device import DeviceMover
 from aio_ops.directories import Directory, SyncedDirectory, remove_file, replace_file
@@ -45,6 +46,7 @@ __all__ = [
     "Ticket",
     "TransferError",
     "TransferFile",
+    "clone_file",
     "measure_schedule",
     "measure_weights",
     "native_available",

@@ -30,16 +30,19 @@ from estimators.layout import (
     shard_pieces,
     split_evenly_bounded,
 )
+from estimators.persistence import NOTHING_STAYS, Persistence
 from estimators.placement import Budget, PlanError, minimum_host_bytes, plan_placement
 from estimators.rates import ASSUMED_RATES, DriveRates
 from estimators.records import Extent, ResidentCopy, Section, SubGroup
-from estimators.segments import PlacementRequest, SegmentSpec, Tier
+from estimators.segments import PlacementRequest, SegmentSpec, Tier, WholeTensors
 from estimators.summary import MemoryPlan, PlanRow, SlotPlan, StepTraffic, step_traffic
+from estimators.update_device import UpdateRates, device_is_sooner, update_seconds
 
 __all__ = [
     "ASSUMED_RATES",
     "CODE_BLOCK_NUMEL",
     "EXTRA_FIELDS",
+    "NOTHING_STAYS",
     "SHARD_ALIGNMENT_NUMEL",
     "Budget",
     "DriveRates",
@@ -48,6 +51,7 @@ __all__ = [
     "FlatLayout",
     "GenericRule",
     "MemoryPlan",
+    "Persistence",
     "Piece",
     "PlacementRequest",
     "PlanError",
@@ -62,8 +66,11 @@ __all__ = [
     "StepTraffic",
     "SubGroup",
     "Tier",
+    "UpdateRates",
     "UpdateRule",
+    "WholeTensors",
     "align_up",
+    "device_is_sooner",
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
@@ -79,4 +86,5 @@ __all__ = [
     "shard_pieces",
     "split_evenly_bounded",
     "step_traffic",
+    "update_seconds",
 ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 import fnmatch
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from estimators.activations import Batch
 from estimators.formats import ElementType, GenericRule, StateFormat, UpdateRule
 from estimators.hardware import Bandwidths, bandwidths_of
 from estimators.models import ModelShape, ParameterShape
+from estimators.persistence import NOTHING_STAYS, Persistence
 from estimators.placement import Budget, PlanError
 from estimators.rates import DriveRates
 from estimators.segments import PlacementRequest, SegmentSpec, Tier
@@ -82,6 +84,8 @@ class PlanInputs:
     trains: bool = True
     stage: int = 3
     """ZeRO stage; below 3 each rank has all parameters in full, on the device."""
+    persistence: Persistence = NOTHING_STAYS
+    """Which small parameters stay on the device."""
     rule: UpdateRule | GenericRule = UpdateRule.ADAMW
     format_overrides: tuple[tuple[str, StateFormat], ...] = ()
     """Patterns of names, and how the state of parameters is stored that match; the first counts."""
@@ -112,11 +116,16 @@ class PlanInputs:
             )
 
 
-def units_of(model: ModelShape) -> list[tuple[str, list[ParameterShape]]]:
-    """Return the units of a model as `zero.units` forms them: the root unit, then each block."""
+def units_of(
+    model: ModelShape, persistent: Collection[str] = ()
+) -> list[tuple[str, list[ParameterShape]]]:
+    """Return the units of a model as `zero.units` forms them: the root unit, then each block.
+
+    Parameters that stay on the device, given by name, belong to the root.
+    """
     units: dict[str, list[ParameterShape]] = {name: [] for name in ("", *model.blocks)}
     for each in model.parameters:
-        units[each.block].append(each)
+        units["" if each.name in persistent else each.block].append(each)
     return [(name or ROOT_UNIT, members) for name, members in units.items()]
 
 
@@ -145,6 +154,19 @@ def state_format_of(inputs: PlanInputs, parameter: ParameterShape) -> StateForma
     return None if chosen is usual else chosen
 
 
+def persistent_names(inputs: PlanInputs) -> frozenset[str]:
+    """Return the parameters that stay on the device, see [Note: persistent parameters]."""
+    limits = inputs.persistence.where(
+        stage=inputs.stage,
+        world_size=inputs.node.world_size,
+        parameter_tier=inputs.parameter_tier,
+        device_is_host=inputs.node.device is DeviceKind.CPU,
+    )
+    shapes = inputs.model.parameters
+    chosen = limits.choose([each.numel for each in shapes])
+    return frozenset(each.name for each, stays in zip(shapes, chosen, strict=True) if stays)
+
+
 def _is_trained(inputs: PlanInputs, parameter: ParameterShape) -> bool:
     return inputs.trains and parameter.is_trainable
 
@@ -152,11 +174,13 @@ def _is_trained(inputs: PlanInputs, parameter: ParameterShape) -> bool:
 def segments_of(inputs: PlanInputs) -> tuple[SegmentSpec, ...]:
     """Return the segments of a model whose trained parameters are in one parameter group."""
     segments: list[SegmentSpec] = []
-    for index, (name, members) in enumerate(units_of(inputs.model)):
-        keyed: dict[tuple[ElementType, bool, StateFormat | None], list[ParameterShape]] = {}
+    persistent = persistent_names(inputs)
+    for index, (name, members) in enumerate(units_of(inputs.model, persistent)):
+        keyed: dict[tuple[ElementType, bool, StateFormat | None, bool], list[ParameterShape]] = {}
         for each in members:
             kind = element_of(inputs, each), _is_trained(inputs, each)
-            keyed.setdefault((*kind, state_format_of(inputs, each)), []).append(each)
+            kept = state_format_of(inputs, each)
+            keyed.setdefault((*kind, kept, each.name in persistent), []).append(each)
         segments += [
             SegmentSpec(
                 unit=name,
@@ -168,8 +192,9 @@ def segments_of(inputs: PlanInputs) -> tuple[SegmentSpec, ...]:
                 param_group=0,
                 gradient_element=inputs.gradient_element,
                 state_format=kept,
+                persistent=stays,
             )
-            for (element, trained, kept), chosen in keyed.items()
+            for (element, trained, kept, stays), chosen in keyed.items()
         ]
     return tuple(segments)
 
@@ -189,7 +214,7 @@ def placement_request(inputs: PlanInputs) -> PlacementRequest:
             )
             for each in members
         ]
-        for _, members in units_of(inputs.model)
+        for _, members in units_of(inputs.model, persistent_names(inputs))
     ]
     shards = [each.layout(world_size).shard_numel for each in segments]
     return PlacementRequest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,11 @@ SHARD_ALIGNMENT_NUMEL = 64
 def align_up(size: int, alignment: int) -> int:
     """Round `size` up to a multiple of `alignment`, both in the same unit."""
     return -(-size // alignment) * alignment
+
+
+def align_down(size: int, alignment: int) -> int:
+    """Round `size` down to a multiple of `alignment`, both in the same unit."""
+    return size // alignment * alignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,11 @@ def flat_layout(numels: Sequence[int], element_bytes: int, world_size: int) -> F
     Raises:
         ValueError: if a size is negative or `world_size` is not positive.
     """
+    return _flat_layout(tuple(numels), element_bytes, world_size)
+
+
+@functools.lru_cache(maxsize=4096)
+def _flat_layout(numels: tuple[int, ...], element_bytes: int, world_size: int) -> FlatLayout:
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     alignment = TENSOR_ALIGNMENT_BYTES // element_bytes
@@ -69,7 +80,7 @@ def flat_layout(numels: Sequence[int], element_bytes: int, world_size: int) -> F
         offsets.append(start)
         end = start + numel
     padded = align_up(end, SHARD_ALIGNMENT_NUMEL * world_size)
-    return FlatLayout(tuple(numels), tuple(offsets), padded, world_size)
+    return FlatLayout(numels, tuple(offsets), padded, world_size)
 
 
 def shard_bounds(layout: FlatLayout, rank: int) -> tuple[int, int]:

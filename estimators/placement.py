@@ -16,13 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from estimators.layout import SHARD_ALIGNMENT_NUMEL, align_up, split_evenly_bounded
+from estimators.layout import SHARD_ALIGNMENT_NUMEL, align_down, align_up, split_evenly_bounded
 from estimators.rates import ASSUMED_RATES
 from estimators.records import (
     Extent,
     Section,
     SubGroup,
     host_fixed_bytes,
+    host_staging_bytes,
     lowest_tiers,
     section_bytes,
     staged_bytes,
@@ -34,6 +35,7 @@ from estimators.summary import (
     MemoryPlan,
     SlotPlan,
     moves_per_step,
+    place_whole_tensors,
     resident_bytes,
     resident_copies,
 )
@@ -83,7 +85,7 @@ def largest_fitting_numel(
     """Return the most elements of `segment` whose staged sections fit `slot_bytes` (0 if none)."""
     return _fitting_numel(
         lambda numel: staged_bytes(request, segment, numel) <= slot_bytes,
-        _align_down(cap, SHARD_ALIGNMENT_NUMEL),
+        align_down(cap, SHARD_ALIGNMENT_NUMEL),
     )
 
 
@@ -124,13 +126,15 @@ def _smallest_slot_bytes(request: PlacementRequest) -> int:
 
 def in_play_bytes(request: PlacementRequest) -> int:
     """Return the host bytes that hold everything which may leave the device, and staging."""
-    return _whole_bytes(request, (Tier.HOST, Tier.NVME)) + host_fixed_bytes(request)
+    paged = request.whole.state_bytes if request.pages_whole_tensors else 0
+    sections = _whole_bytes(request, (Tier.HOST, Tier.NVME))
+    return sections + host_fixed_bytes(request) + paged
 
 
 def minimum_host_bytes(request: PlacementRequest) -> int:
     """Return the smallest host budget of one rank that `plan_placement` takes."""
     must_stay = _must_stay_bytes(request)
-    if Tier.NVME not in lowest_tiers(request).values():
+    if not _may_page(request):
         return must_stay
     paging = must_stay + _smallest_slot_bytes(request)
     return paging if _is_capped(request) else min(paging, in_play_bytes(request))
@@ -164,10 +168,10 @@ def plan_slots(request: PlacementRequest, host_bytes: int) -> SlotPlan:
         asked = [(share, most, least) for least in (efficient, smallest) for share in halves]
         attempts = [*asked, *attempts]
     for share, count, least in attempts:
-        size = min(full, _align_down(share // count, request.alignment_bytes))
+        size = min(full, align_down(share // count, request.alignment_bytes))
         if size >= least:
             return SlotPlan(count, size)
-    return SlotPlan(1, min(full, _align_down(host_bytes, request.alignment_bytes)))
+    return SlotPlan(1, min(full, align_down(host_bytes, request.alignment_bytes)))
 
 
 def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
@@ -192,9 +196,12 @@ def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
         ]
     host_bytes = budget.host_bytes - slots.total_bytes - host_fixed_bytes(request)
     spare = _spare_device_bytes(request, budget, parts, slots)
-    _Pinning(request, host_bytes, spare).run(parts)
+    pinning = _Pinning(request, host_bytes, spare)
+    pinning.run(parts)
     sub_groups, swap_bytes = _build_sub_groups(request, parts)
-    plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes)
+    whole = place_whole_tensors(request, pinning.left_bytes, swap_bytes)
+    swap_bytes += whole.area_bytes
+    plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes, whole=whole)
     if request.durable:
         copies = resident_copies(plan)
         swap_bytes += 2 * sum(copy.size_bytes for copy in copies)
@@ -235,8 +242,9 @@ def _check_host(request: PlacementRequest, budget: Budget) -> None:
         return
     must_stay = _must_stay_bytes(request)
     what = f"{must_stay} bytes of state offloaded to cpu" if must_stay else ""
-    if request.whole_bytes:
-        what = f"{must_stay} bytes, of them {request.whole_bytes} of an optimizer of whole tensors"
+    if request.whole.state_bytes:
+        taken = host_fixed_bytes(request) - host_staging_bytes(request)
+        what = f"{must_stay} bytes, of them {taken} of an optimizer of whole tensors"
     if needed > must_stay:
         slot = f"{needed - must_stay} bytes for the smallest staging slot of this model"
         what = f"{what} and {slot}" if what else slot
@@ -265,19 +273,31 @@ def _check_other_tiers(plan: MemoryPlan, budget: Budget) -> None:
             needed_bytes=plan.swap_file_bytes,
         )
     if budget.device_bytes is not None and plan.device_bytes > budget.device_bytes:
+        kept_bytes = plan.persistent_bytes
+        stay = (
+            f"; small parameters that stay take {kept_bytes} of them, fewer with a lower"
+            " stage3_param_persistence_threshold"
+            if kept_bytes
+            else ""
+        )
         raise PlanError(
             f"the plan needs {plan.device_bytes} bytes of device memory a rank, device_memory"
             f" gives {budget.device_bytes}; set tiers.device_memory to at least"
-            f" {plan.device_bytes * budget.ranks}, or offload more",
+            f" {plan.device_bytes * budget.ranks}, or offload more{stay}",
             needed_bytes=plan.device_bytes,
         )
 
 
 def _pages(request: PlacementRequest, budget: Budget) -> bool:
     """Tell whether anything must rest on NVMe."""
-    if Tier.NVME not in lowest_tiers(request).values():
+    if not _may_page(request):
         return False
     return _is_capped(request) or in_play_bytes(request) > budget.host_bytes
+
+
+def _may_page(request: PlacementRequest) -> bool:
+    """Tell whether anything may rest on NVMe."""
+    return any(Tier.NVME in lowest_tiers(request, each).values() for each in request.segments)
 
 
 def _is_capped(request: PlacementRequest) -> bool:
@@ -285,7 +305,11 @@ def _is_capped(request: PlacementRequest) -> bool:
     cap = request.max_host_parameter_numel
     if cap is None or request.parameter_tier is not Tier.NVME:
         return False
-    return cap < sum(each.layout(request.world_size).shard_numel for each in request.segments)
+    return cap < sum(
+        each.layout(request.world_size).shard_numel
+        for each in request.segments
+        if not each.persistent
+    )
 
 
 def _whole_bytes(request: PlacementRequest, tiers: tuple[Tier, ...]) -> int:
@@ -293,12 +317,11 @@ def _whole_bytes(request: PlacementRequest, tiers: tuple[Tier, ...]) -> int:
 
     Each sub-group has the padding of its own record.
     """
-    lowest = lowest_tiers(request)
     return sum(
         resident_bytes(size)
         for segment, bounds in zip(request.segments, _cut(request, None), strict=True)
         for section, size in _bytes_of(request, segment, bounds).items()
-        if lowest[section] in tiers
+        if lowest_tiers(request, segment)[section] in tiers
     )
 
 
@@ -326,10 +349,6 @@ def _cut(request: PlacementRequest, slots: SlotPlan | None) -> list[list[tuple[i
             cap = largest_fitting_numel(request, segment, slots.size_bytes, cap)
         cuts.append(split_evenly_bounded(shard_numel, cap))
     return cuts
-
-
-def _align_down(size_bytes: int, alignment_bytes: int) -> int:
-    return size_bytes // alignment_bytes * alignment_bytes
 
 
 class _Part:
@@ -360,14 +379,19 @@ class _Pinning:
         self._request = request
         self._left_bytes = host_bytes
         self._device_left_bytes = device_bytes
-        self._lowest = lowest_tiers(request)
+        self._lowest = [lowest_tiers(request, segment) for segment in request.segments]
         cap = request.max_host_parameter_numel
         self._parameters_left_numel = cap if request.parameter_tier is Tier.NVME else None
+
+    @property
+    def left_bytes(self) -> int:
+        """Host bytes that nothing has taken."""
+        return self._left_bytes
 
     def run(self, parts: list[list[_Part]]) -> None:
         """Set the tiers of all parts of all segments; some part may be cut in two."""
         for section, segment in self._classes():
-            lowest = self._lowest[section]
+            lowest = self._lowest[segment][section]
             if lowest is Tier.DEVICE or self._takes_device(section, segment, parts[segment]):
                 for part in parts[segment]:
                     part.tiers[section] = Tier.DEVICE
@@ -392,7 +416,7 @@ class _Pinning:
             updated = spec.trainable and self._request.trains
             for section in section_bytes(self._request, spec, 0):
                 moves = moves_per_step(section, self._request.micro_batches, updated=updated)
-                is_optional = self._lowest[section] is Tier.NVME
+                is_optional = self._lowest[index][section] is Tier.NVME
                 rank = _PINNING_ORDER.index(section)
                 ordered.append((is_optional, -rates.seconds(*moves), rank, index, section))
         for _, _, _, index, section in sorted(ordered):
@@ -407,7 +431,7 @@ class _Pinning:
             part = parts[position]
             position += 1
             room_bytes = (
-                _align_down(resident_bytes(held_bytes) + self._left_bytes, RESIDENT_ALIGNMENT_BYTES)
+                align_down(resident_bytes(held_bytes) + self._left_bytes, RESIDENT_ALIGNMENT_BYTES)
                 - held_bytes
             )
             numel = _fitting_numel(
@@ -415,12 +439,12 @@ class _Pinning:
                 part.numel,
             )
             if section is Section.PARAMETER and self._parameters_left_numel is not None:
-                numel = min(numel, _align_down(self._parameters_left_numel, SHARD_ALIGNMENT_NUMEL))
+                numel = min(numel, align_down(self._parameters_left_numel, SHARD_ALIGNMENT_NUMEL))
             if numel < part.numel:
                 if numel:
                     parts.insert(position, part.split(numel))
                 else:
-                    part.tiers[section] = self._lowest[section]
+                    part.tiers[section] = self._lowest[segment][section]
                     continue
             size_bytes = section_bytes(self._request, spec, numel)[section]
             self._left_bytes -= resident_bytes(held_bytes + size_bytes) - resident_bytes(held_bytes)

@@ -175,18 +175,18 @@ def section_bytes(
     return dict(sorted(sizes.items()))
 
 
-def lowest_tiers(request: PlacementRequest) -> dict[Section, Tier]:
-    """Return the lowest tier that each section may rest on."""
+def lowest_tiers(request: PlacementRequest, segment: SegmentSpec) -> dict[Section, Tier]:
+    """Return the lowest tier that each section of a segment may rest on."""
     return {
         Section.GRADIENT: request.optimizer_tier,
-        Section.PARAMETER: request.parameter_tier,
+        Section.PARAMETER: Tier.DEVICE if segment.persistent else request.parameter_tier,
         Section.STATE: request.optimizer_tier,
     }
 
 
 def staged_bytes(request: PlacementRequest, segment: SegmentSpec, numel: int) -> int:
     """Return the bytes that a slot needs for a sub-group if all that may rest on NVMe does."""
-    lowest = lowest_tiers(request)
+    lowest = lowest_tiers(request, segment)
     return sum(
         align_up(size, request.alignment_bytes)
         for section, size in section_bytes(request, segment, numel).items()
@@ -197,26 +197,34 @@ def staged_bytes(request: PlacementRequest, segment: SegmentSpec, numel: int) ->
 def sub_group_cap(request: PlacementRequest, segment: SegmentSpec) -> int:
     """Return the most elements of a sub-group of a segment, whatever slots there are.
 
-    Beside a device, sub-groups pass through staging buffers, so they are no larger than those.
+    Beside a device, sub-groups pass through staging buffers, so what is staged of one is no larger
+    than those: what may rest elsewhere if the device updates, what may rest on it if the host does.
     """
     shard_numel = segment.layout(request.world_size).shard_numel
     cap = min(request.sub_group_numel, shard_numel)
     if not request.device_is_host and segment.trainable and request.trains:
-        line_bytes = sum(section_bytes(request, segment, SHARD_ALIGNMENT_NUMEL).values())
-        cap = min(cap, STAGED_BYTES // line_bytes * SHARD_ALIGNMENT_NUMEL)
+        sizes = section_bytes(request, segment, SHARD_ALIGNMENT_NUMEL)
+        lowest = lowest_tiers(request, segment)
+        line_bytes = sum(
+            size
+            for section, size in sizes.items()
+            if (lowest[section] is Tier.DEVICE) is not request.update_on_device
+        )
+        cap = min(cap, STAGED_BYTES // (line_bytes or sum(sizes.values())) * SHARD_ALIGNMENT_NUMEL)
     return max(cap, SHARD_ALIGNMENT_NUMEL)
 
 
 def host_fixed_bytes(request: PlacementRequest) -> int:
     """Return the host memory that nothing which is placed may take."""
-    return host_staging_bytes(request) + request.whole_bytes
+    whole = request.whole
+    resting = 0 if request.pages_whole_tensors else whole.state_bytes
+    return host_staging_bytes(request) + whole.working_bytes + resting
 
 
 def host_staging_bytes(request: PlacementRequest) -> int:
     """Return the host memory that the processor needs to update what rests on a device."""
     if request.device_is_host or request.update_on_device or not request.trains:
         return 0
-    lowest = lowest_tiers(request)
     return max(
         (
             sum(
@@ -224,7 +232,7 @@ def host_staging_bytes(request: PlacementRequest) -> int:
                 for section, size in section_bytes(
                     request, segment, sub_group_cap(request, segment)
                 ).items()
-                if lowest[section] is Tier.DEVICE
+                if lowest_tiers(request, segment)[section] is Tier.DEVICE
             )
             for segment in request.segments
             if segment.trainable and segment.layout(request.world_size).shard_numel

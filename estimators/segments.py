@@ -40,13 +40,16 @@ class SegmentSpec:
     """Type that gradients accumulate in; None is the parameters' own."""
     state_format: StateFormat | None = None
     """How its state is stored where that is not as for the rest of the model."""
+    persistent: bool = False
+    """Whether each rank keeps all of it on the device, see [Note: persistent parameters]."""
 
     @property
     def name(self) -> str:
         """Name for people: unit, type and group."""
         kind = "trainable" if self.trainable else "frozen"
         kept = f", {self.state_format.value}" if self.state_format is not None else ""
-        return f"{self.unit}[{self.element.value}, {kind}, group {self.param_group}{kept}]"
+        stays = ", persistent" if self.persistent else ""
+        return f"{self.unit}[{self.element.value}, {kind}, group {self.param_group}{kept}{stays}]"
 
     @property
     def gradient(self) -> ElementType:
@@ -56,6 +59,23 @@ class SegmentSpec:
     def layout(self, world_size: int) -> FlatLayout:
         """Return the flat layout of the segment over `world_size` ranks."""
         return flat_layout(self.numels, self.element.size_bytes, world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTensors:
+    """What an optimizer that sees whole tensors needs of the rank that needs most."""
+
+    gathered_bytes: int = 0
+    """Host bytes of the master and the gradient of the largest parameter."""
+    record_bytes: int = 0
+    """Bytes of the largest record, which is all that it keeps of one parameter."""
+    state_bytes: int = 0
+    """Bytes of all its records."""
+
+    @property
+    def working_bytes(self) -> int:
+        """Host bytes that it takes in a step, wherever records rest; two of them are staged."""
+        return self.gathered_bytes + 2 * self.record_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +117,15 @@ class PlacementRequest:
     """Whether the swap file has two copies of parameters and state, resident ones too."""
     replicates: bool = False
     """Whether each rank has all parameters in full, on the device, its own shard among them."""
-    whole_bytes: int = 0
-    """Host bytes of an optimizer that sees whole tensors: its state, and what it gathers."""
+    whole: WholeTensors = WholeTensors()
+    """What an optimizer that sees whole tensors needs."""
     rule: UpdateRule | GenericRule = UpdateRule.ADAMW
     """The optimizer, which decides which moments are stored."""
+
+    @property
+    def pages_whole_tensors(self) -> bool:
+        """Whether records of whole tensors may rest on NVMe; a durable run keeps them there."""
+        return self.durable or self.optimizer_tier is Tier.NVME
 
     def format_of(self, segment: SegmentSpec) -> StateFormat:
         """Return how the state of a segment is stored; without a kernel it is never lossy."""

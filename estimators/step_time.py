@@ -275,9 +275,9 @@ def _network_bytes(inputs: PlanInputs, plan: MemoryPlan) -> float:
     world_size, micro = inputs.node.world_size, inputs.accumulation_steps
     if world_size == 1:
         return 0.0
-    gathers = 1 if plan.request.replicates else 2 * micro
     total = 0
     for spec in plan.request.segments:
+        gathers = 1 if plan.request.replicates or spec.persistent else 2 * micro
         numel = spec.layout(world_size).padded_numel
         total += gathers * numel * spec.element.size_bytes
         if spec.trainable and plan.request.trains:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,6 +79,38 @@ class StepTraffic:
         return sum(self.written_bytes.values())
 
 
+@dataclass(frozen=True, slots=True)
+class WholePlacement:
+    """Where the records of an optimizer of whole tensors rest."""
+
+    resident_bytes: int = 0
+    """Most bytes of them in host memory."""
+    area_offset: int = 0
+    area_bytes: int = 0
+    """The part of the swap file that has the others; in a durable run each has two places."""
+
+    def host_bytes(self, request: PlacementRequest) -> int:
+        """Return the host memory for whole tensors: what is gathered, staged and resident."""
+        return request.whole.working_bytes + self.resident_bytes
+
+
+def place_whole_tensors(
+    request: PlacementRequest, left_bytes: int, swap_bytes: int
+) -> WholePlacement:
+    """Decide how much of the records of whole tensors rests on the host: what is left there.
+
+    Records rest as a whole, and other ranks have others: so one more has room in the file.
+    """
+    state_bytes = request.whole.state_bytes
+    if not request.pages_whole_tensors:
+        return WholePlacement(resident_bytes=state_bytes)
+    resident = 0 if request.durable else min(state_bytes, max(left_bytes, 0))
+    if resident == state_bytes:
+        return WholePlacement(resident_bytes=resident)
+    paged = min(state_bytes, state_bytes - resident + request.whole.record_bytes)
+    return WholePlacement(resident, swap_bytes, paged * (2 if request.durable else 1))
+
+
 class DurableBytes:
     """What a durable run takes beside what others take."""
 
@@ -95,20 +128,79 @@ class DurableBytes:
         return sum(copy.size_bytes for copy in self.resident_copies)
 
 
-_ByUnit = tuple[int, dict[int, int]]
-"""A sum of the root unit, and of each other one."""
+_ByUnit = tuple[int, tuple[dict[int, int], dict[int, int]]]
+"""A sum of the root unit, of each block and of each unit within a block."""
 
 
 def _by_unit(segments: Sequence[SegmentSpec], sizes: Sequence[int]) -> _ByUnit:
-    """Return the sum of the root unit and of each other one."""
-    units: dict[int, int] = {}
+    """Return the sum of the root unit, that of each block and that of each unit within a block."""
+    names = {segment.unit for segment in segments}
+    root = 0
+    kinds: tuple[dict[int, int], dict[int, int]] = ({}, {})
     for segment, size in zip(segments, sizes, strict=True):
+        if not segment.unit_index:
+            root += size
+            continue
+        units = kinds[_is_within(segment.unit, names)]
         units[segment.unit_index] = units.get(segment.unit_index, 0) + size
-    return units.pop(0, 0), units
+    return root, kinds
+
+
+class UnshardedBytes(abc.ABC):
+    """What is unsharded at once."""
+
+    request: PlacementRequest
+
+    @abc.abstractmethod
+    def is_in_place(self, segment: int) -> bool:
+        """Tell whether the flat buffer of a segment rests as it is: nothing is ever freed."""
+
+    def live_bytes(self, others: int, *, with_ahead: bool) -> int:
+        """Return the bytes of unsharded parameters: the root unit, some others, and one ahead.
+
+        Args:
+            others: units beside the root unit, the largest ones: blocks, and as many of the units
+                within blocks, which are experts.
+            with_ahead: whether one more may be on its way to a device that is not the host.
+        """
+        request = self.request
+        (root, kinds), (root_numel, numels), _ = self._unsharded
+        limit = float("inf") if request.prefetch_numel is None else request.prefetch_numel
+        if request.live_numel is not None:
+            limit = min(limit, request.live_numel - root_numel)
+        held = ahead = 0
+        for units, unit_numels in zip(kinds, numels, strict=True):
+            order = sorted(units, key=units.__getitem__, reverse=True)
+            held += sum(units[unit] for unit in order[:others])
+            if with_ahead and not request.device_is_host:
+                coming = [units[unit] for unit in order[others:] if unit_numels[unit] <= limit]
+                ahead = max(ahead, *coming, 0)
+        return root + held + ahead
+
+    def gradient_bytes(self, others: int) -> int:
+        """Return the bytes of unsharded gradients of the root unit and the largest others."""
+        root, kinds = self._unsharded[2]
+        return root + sum(sum(sorted(units.values(), reverse=True)[:others]) for units in kinds)
+
+    @cached_property
+    def _unsharded(self) -> tuple[_ByUnit, _ByUnit, _ByUnit]:
+        """By unit: bytes and elements of parameters that are ever freed, bytes of gradients."""
+        request = self.request
+        padded = [each.layout(request.world_size).padded_numel for each in request.segments]
+        moves = [not self.is_in_place(index) for index in range(len(padded))]
+        rows = list(zip(request.segments, padded, moves, strict=True))
+        sizes = [each.element.size_bytes * numel * moving for each, numel, moving in rows]
+        numels = [sum(each.numels) * moving for each, _, moving in rows]
+        gradients = [
+            each.gradient.size_bytes * numel * (each.trainable and request.trains)
+            for each, numel, _ in rows
+        ]
+        by_unit = [_by_unit(request.segments, column) for column in (sizes, numels, gradients)]
+        return by_unit[0], by_unit[1], by_unit[2]
 
 
 @dataclass(frozen=True)
-class MemoryPlan(DurableBytes):
+class MemoryPlan(DurableBytes, UnshardedBytes):
     """What rests where for one rank; the runtime allocates exactly this."""
 
     request: PlacementRequest
@@ -118,6 +210,8 @@ class MemoryPlan(DurableBytes):
     host_budget_bytes: int
     resident_copies: tuple[ResidentCopy, ...] = ()
     """What a commit of a durable run writes beside what rests on NVMe."""
+    whole: WholePlacement = WholePlacement()
+    """Where an optimizer of whole tensors keeps its records."""
 
     @cached_property
     def by_segment(self) -> tuple[tuple[SubGroup, ...], ...]:
@@ -160,57 +254,25 @@ class MemoryPlan(DurableBytes):
         Where parameters are kept in full, those of the other ranks lie around this rank's.
         """
         own_bytes = sum(size for _, size in self.resident_parts(tier, section, segment))
-        copies = self.request.world_size if is_full(self.request, section) else 1
+        copies = self.request.world_size if is_full(self.request, section, segment) else 1
         return resident_bytes(own_bytes * copies)
 
     def is_in_place(self, segment: int) -> bool:
         """Tell whether the flat buffer of a segment rests as it is: nothing is ever freed."""
         usable = (Tier.DEVICE, Tier.HOST) if self.request.device_is_host else (Tier.DEVICE,)
-        is_whole = self.request.world_size == 1 or self.request.replicates
-        return is_whole and all(
+        is_whole = is_full(self.request, Section.PARAMETER, segment)
+        return (self.request.world_size == 1 or is_whole) and all(
             group.tier(Section.PARAMETER) in usable for group in self.by_segment[segment]
         )
 
-    def live_bytes(self, others: int, *, with_ahead: bool) -> int:
-        """Return the bytes of unsharded parameters: the root unit, some others, and one ahead.
-
-        Args:
-            others: units beside the root unit, the largest ones.
-            with_ahead: whether one more may be on its way to a device that is not the host.
-        """
-        request = self.request
-        (root, units), (root_numel, numels), _ = self._unsharded
-        limit = float("inf") if request.prefetch_numel is None else request.prefetch_numel
-        if request.live_numel is not None:
-            limit = min(limit, request.live_numel - root_numel)
-        order = sorted(units, key=lambda unit: units[unit], reverse=True)
-        held = order[:others]
-        ahead = 0
-        if with_ahead and not request.device_is_host:
-            coming = [unit for unit in order[others:] if numels[unit] <= limit]
-            ahead = max((units[unit] for unit in coming), default=0)
-        return root + sum(units[unit] for unit in held) + ahead
-
-    def gradient_bytes(self, others: int) -> int:
-        """Return the bytes of unsharded gradients of the root unit and the largest others."""
-        root, units = self._unsharded[2]
-        return root + sum(sorted(units.values())[max(len(units) - others, 0) :])
-
-    @cached_property
-    def _unsharded(self) -> tuple[_ByUnit, _ByUnit, _ByUnit]:
-        """By unit: bytes and elements of parameters that are ever freed, bytes of gradients."""
-        request = self.request
-        padded = [each.layout(request.world_size).padded_numel for each in request.segments]
-        moves = [not self.is_in_place(index) for index in range(len(padded))]
-        rows = list(zip(request.segments, padded, moves, strict=True))
-        sizes = [each.element.size_bytes * numel * moving for each, numel, moving in rows]
-        numels = [sum(each.numels) * moving for each, _, moving in rows]
-        gradients = [
-            each.gradient.size_bytes * numel * (each.trainable and request.trains)
-            for each, numel, _ in rows
-        ]
-        by_unit = [_by_unit(request.segments, column) for column in (sizes, numels, gradients)]
-        return by_unit[0], by_unit[1], by_unit[2]
+    @property
+    def persistent_bytes(self) -> int:
+        """Device bytes of parameters that stay unsharded, see [Note: persistent parameters]."""
+        return sum(
+            self.resident_segment_bytes(Tier.DEVICE, Section.PARAMETER, index)
+            for index, segment in enumerate(self.request.segments)
+            if segment.persistent
+        )
 
     @cached_property
     def live_parameter_bytes(self) -> int:
@@ -231,14 +293,19 @@ class MemoryPlan(DurableBytes):
 
         gloo reduces gradients in a copy of them; it gathers parameters in place. A copy that the
         heap keeps rather than the system gets back may still be there when the next one is made.
+        On GPUs two ranks exchange in place, and more receive what they add up. NCCL's own buffers
+        do not depend on the model.
         """
-        if self.request.world_size == 1 or not self.request.trains:
+        request = self.request
+        if request.world_size == 1 or not request.trains:
             return 0
         copies = [
-            segment.layout(self.request.world_size).padded_numel * segment.gradient.size_bytes
-            for segment in self.request.segments
+            segment.layout(request.world_size).padded_numel * segment.gradient.size_bytes
+            for segment in request.segments
             if segment.trainable
         ]
+        if not request.device_is_host:
+            return max(copies, default=0) if request.world_size > 2 else 0
         kept = [copy for copy in copies if copy <= HEAP_KEPT_BYTES]
         return max(copies, default=0) + max(kept, default=0)
 
@@ -274,7 +341,7 @@ class MemoryPlan(DurableBytes):
     def host_bytes(self) -> int:
         """Bytes that the host takes: slots, staging, everything resident, whole tensors."""
         resident = sum(self.resident_section_bytes(Tier.HOST, section) for section in Section)
-        fixed = self.staging_bytes + self.request.whole_bytes
+        fixed = self.staging_bytes + self.whole.host_bytes(self.request)
         return self.slots.total_bytes + fixed + resident
 
     @property
@@ -305,11 +372,12 @@ class MemoryPlan(DurableBytes):
         rows.append(PlanRow(Tier.DEVICE, START_EXCESS, self.start_excess_bytes))
         rows.append(PlanRow(Tier.HOST, f"slots ({self.slots.count})", self.slots.total_bytes))
         rows.append(PlanRow(Tier.HOST, STAGING, self.staging_bytes))
-        rows.append(PlanRow(Tier.HOST, WHOLE, self.request.whole_bytes))
+        rows.append(PlanRow(Tier.HOST, WHOLE, self.whole.host_bytes(self.request)))
         rows.extend(
             PlanRow(Tier.NVME, f"{section.name.lower()}s", self.nvme_section_bytes(section))
             for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)
         )
+        rows.append(PlanRow(Tier.NVME, WHOLE, self.whole.area_bytes))
         rows.append(PlanRow(Tier.NVME, "second copies (durable)", self.twin_bytes))
         rows.append(PlanRow(Tier.NVME, "resident state, twice (durable)", 2 * self.commit_bytes))
         order = list(Tier)
@@ -326,9 +394,19 @@ class MemoryPlan(DurableBytes):
         )
 
 
-def is_full(request: PlacementRequest, section: Section) -> bool:
-    """Tell whether each rank has all of a section, not just its shard."""
-    return section is Section.PARAMETER and request.replicates
+def _is_within(unit: str, units: Container[str]) -> bool:
+    """Tell whether a unit is a part of another one's module."""
+    while unit:
+        unit = unit.rpartition(".")[0]
+        if unit in units:
+            return True
+    return False
+
+
+def is_full(request: PlacementRequest, section: Section, segment: int) -> bool:
+    """Tell whether each rank has all of a segment's section, not just its shard."""
+    stays = request.replicates or request.segments[segment].persistent
+    return section is Section.PARAMETER and stays
 
 
 def resident_copies(plan: MemoryPlan) -> tuple[ResidentCopy, ...]:
@@ -377,7 +455,8 @@ def step_traffic(
 ) -> StepTraffic:
     """Return the NVMe bytes that one optimizer step of `micro_batches` moves on this rank.
 
-    See `moves_per_step`. State that was never written is zero and is not read.
+    See `moves_per_step`. State that was never written is zero and is not read, and
+    parameters that are kept from one use to the next are read once for both.
 
     Args:
         plan: the plan of this rank.

@@ -6,13 +6,13 @@ from offload.commits import StoreCommits, layout_digest
 from offload.copies import Copies, CopyEntry
 from offload.device import (
     Device,
-    DeviceChecksums,
     DeviceMemory,
     HostDevice,
     Memory,
     elements_at,
     open_cuda_device,
 )
+from offload.device_checksums import DeviceChecksums
 from offload.footprint import disk_bytes, process_bytes, resident_set_bytes
 from offload.generic import GenericStep
 from offload.heap import HeapTrimmer
@@ -31,6 +31,7 @@ from offload.kernels_device import (
 from offload.ledger import Activity, Ledger, LedgerSnapshot, Link
 from offload.manifests import Commit, CommitName, ManifestError, Manifests
 from offload.measure import measure_rates
+from offload.measure_update import measure_update
 from offload.operands import StateArrays
 from offload.pager import Pager, PagerFailedError, PagerState
 from offload.ranges import (
@@ -40,6 +41,7 @@ from offload.ranges import (
     field_dtype,
     has_field,
     read_range,
+    stored_dtype,
     write_range,
 )
 from offload.report import LedgerReport, StepRecord
@@ -54,7 +56,7 @@ from offload.rules import (
 from offload.slots import Slot, SlotState, carve_slots
 from offload.spool import Spool, SpooledArray
 from offload.state import state_tensors, update_sub_group
-from offload.step import update
+from offload.step import read_ahead_states, update
 from offload.store import KeptFile, Store, StoreParts, SwapDirectory, pages_parameters
 from offload.transfers import CorruptionError, PageError, SlotTransfers
 from offload.update_pass import NamedPiece, Rounding
@@ -123,15 +125,18 @@ __all__ = [
     "load_device_kernels",
     "load_kernels",
     "measure_rates",
+    "measure_update",
     "native_available",
     "native_unavailable_reason",
     "open_cuda_device",
     "pages_parameters",
     "process_bytes",
+    "read_ahead_states",
     "read_range",
     "resident_set_bytes",
     "round_like_store",
     "state_tensors",
+    "stored_dtype",
     "tensor_at",
     "tensor_span",
     "triton_unavailable_reason",

@@ -29,7 +29,8 @@ def layout_digest(plan: MemoryPlan) -> str:
     """Return a number that plans share whose swap files have everything at the same place."""
     groups = [(each.segment, each.start, each.stop, each.extent) for each in plan.sub_groups]
     segments = plan.request.segments
-    described = repr((segments, plan.request.world_size, groups, plan.resident_copies))
+    whole = (plan.request.whole, plan.whole)
+    described = repr((segments, plan.request.world_size, groups, plan.resident_copies, whole))
     state = f"{plan.request.state_format.value} {plan.request.rule}"
     return hashlib.blake2b((described + state).encode(), digest_size=16).hexdigest()
 
@@ -54,6 +55,7 @@ class StoreCommits:
         with store.ledger.timing(Activity.COMMIT):
             if store.pager is not None:
                 store.pager.drain()
+            store.whole_records.settle()
             tickets: list[tuple[ResidentCopy, Ticket]] = []
             try:
                 for copy in self._plan.resident_copies:
@@ -90,9 +92,12 @@ class StoreCommits:
         by_place = {entry.place: entry for entry in entries}
         residents = [(copy, self._entry(by_place, copy)) for copy in self._plan.resident_copies]
         sections = list(self._sections(by_place))
+        moved, problem = self._store.whole_records.restore(by_place)
+        if problem:
+            raise self._corrupt(problem)
         if by_place:
             raise self._corrupt(f"it names {len(by_place)} places that the plan does not have")
-        moved = sum(self._read_resident(copy, entry) for copy, entry in residents)
+        moved += sum(self._read_resident(copy, entry) for copy, entry in residents)
         moved += self._check_sections(sections)
         self._copies.restore(entries)
         self._store.written_states.clear()

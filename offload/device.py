@@ -10,6 +10,8 @@ fence says when it has ended.
    it; between both directions only a fence orders.
 3. Device memory that a copy reads or writes is freed or overwritten by work that is issued after
    `Device.join` of its fence.
+4. Other work may run beside the device's own order, too: what ranks exchange. It begins once the
+   work issued before it is done, and a copy that it waits for; the three rules are its own as well.
 A slot keeps the fence of the last copy that used it, and whoever takes it next waits.
 """
 
@@ -17,8 +19,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import platform
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -28,10 +31,6 @@ import torch
 from aio_ops import HostArena, PinnedArena, Span
 from estimators import ElementType
 from offload.arrays import clear_bytes, copy_bytes, tensor_at, tensor_span, torch_dtype
-
-_LINE_BYTES = 64
-_SUM_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
-"""Spreads small differences over all bits of a wrapping sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +110,8 @@ class Device(abc.ABC):
     torch_device: torch.device
     is_host: bool
     """Whether device memory is host memory: nothing is copied then."""
+    identity: str = ""
+    """What no other device of any node is called; the host has no name."""
 
     def __init__(self) -> None:
         self.copied_bytes = {"in": 0, "out": 0}
@@ -126,6 +127,15 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def join(self, fence: Fence) -> None:
         """Let the work that is issued from here on begin after a copy has ended."""
+
+    @abc.abstractmethod
+    def beside(
+        self, work: Callable[[], object], memory: torch.Tensor, after: Fence = PASSED
+    ) -> Fence:
+        """Issue work that runs beside what is issued later; it reads and writes `memory` alone.
+
+        It begins after a copy, and everything that was issued before.
+        """
 
     @abc.abstractmethod
     def settle(self) -> None:
@@ -203,6 +213,16 @@ class HostDevice(Device):
     def join(self, fence: Fence) -> None:
         """Do nothing: every copy has ended."""
 
+    def beside(
+        self,
+        work: Callable[[], object],
+        memory: torch.Tensor,  # noqa: ARG002  nothing is in flight
+        after: Fence = PASSED,  # noqa: ARG002
+    ) -> Fence:
+        """Do the work now."""
+        work()
+        return PASSED
+
     def settle(self) -> None:
         """Do nothing: every copy has ended."""
 
@@ -212,22 +232,42 @@ class HostDevice(Device):
 
 
 class CudaDevice(SeparateDevice):
-    """A GPU, with a stream for copies in and one for copies out beside that of its work."""
+    """A GPU, with streams for copies in, copies out and exchanges beside that of its work."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
         self.torch_device = torch.device("cuda", index)
+        self.identity = _identity(index)
+        self._index = index
         self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._beside = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def _start(self, way: str, source: Memory, target: Memory, after: Fence) -> Fence:
         """Copy on the stream of the direction."""
         stream = self._in if way == "in" else self._out
-        stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        stream.wait_stream(torch.cuda.current_stream(self._index))
         if isinstance(after, _CudaFence):
             stream.wait_event(after.event)
         with torch.cuda.stream(stream):
             _bytes(target).copy_(_bytes(source), non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+        return _CudaFence(event)
+
+    def beside(
+        self,
+        work: Callable[[], object],
+        memory: torch.Tensor,  # noqa: ARG002  its caller keeps it until the fence was joined
+        after: Fence = PASSED,
+    ) -> Fence:
+        """Issue work on a stream of its own."""
+        stream = self._beside
+        stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        if isinstance(after, _CudaFence):
+            stream.wait_event(after.event)
+        with torch.cuda.stream(stream):
+            work()
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return _CudaFence(event)
@@ -240,12 +280,12 @@ class CudaDevice(SeparateDevice):
     def join(self, fence: Fence) -> None:
         """Let the current stream wait; the host does not."""
         if isinstance(fence, _CudaFence):
-            torch.cuda.current_stream(self.torch_device).wait_event(fence.event)
+            torch.cuda.current_stream(self._index).wait_event(fence.event)
 
     def settle(self) -> None:
-        """Wait for both streams of copies."""
-        self._in.synchronize()
-        self._out.synchronize()
+        """Wait for the streams beside that of the device's own work."""
+        for stream in (self._in, self._out, self._beside):
+            stream.synchronize()
 
     def arena(self, size_bytes: int) -> HostArena:
         """Return memory that is registered with CUDA, or plain memory and a warning."""
@@ -280,29 +320,13 @@ def _bytes(memory: Memory) -> torch.Tensor:
     return torch.frombuffer(memory.view(), dtype=torch.uint8)
 
 
+def _identity(index: int) -> str:
+    """Return what CUDA calls a GPU, wherever it is; an older torch knows only where it is."""
+    properties = torch.cuda.get_device_properties(index)
+    uuid = getattr(properties, "uuid", None)
+    return f"GPU-{uuid}" if uuid is not None else f"{platform.node()} cuda:{index}"
+
+
 def open_cuda_device(index: int) -> Device:
     """Return a GPU to compute on."""
     return CudaDevice(index)
-
-
-class DeviceChecksums:
-    """Checksums of the bits of ranges of a flat tensor on a device, computed there.
-
-    A line is 64 bytes. The 8-byte words of a line are added, then the lines with a weight each:
-    whatever changes a line shows, unless it only moves words within it.
-    """
-
-    def __init__(self, flat: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
-        """Take ranges of elements that begin at a line each; what follows one stays as it is."""
-        size = flat.element_size()
-        bounds = [
-            [start * size // _LINE_BYTES, -(-stop * size // _LINE_BYTES)] for start, stop in ranges
-        ]
-        self._bounds = torch.tensor(bounds, dtype=torch.int64).view(-1, 2).to(flat.device)
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the checksums, int64, shape `[ranges]`, on the device; the host waits for none."""
-        lines = flat.view(torch.int64).view(-1, _LINE_BYTES // 8).sum(1)
-        weights = (2 * torch.arange(lines.numel(), device=flat.device) + 1) * _SUM_FACTOR
-        running = torch.nn.functional.pad((lines * weights).cumsum(0), (1, 0))
-        return running[self._bounds[:, 1]] - running[self._bounds[:, 0]]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
-from aio_ops import Engine, HostArena
+from aio_ops import Engine, HostArena, TransferFile, clone_file
 from estimators import CODE_BLOCK_NUMEL, Section, SubGroup
 from offload.arrays import clear_bytes
 from offload.host_view import HostView
+from offload.kernels import on_one_thread
 from offload.ranges import (
     Field,
     _lend,
@@ -40,20 +42,32 @@ class Rest(enum.Enum):
 class GroupReader:
     """The fields of one sub-group, as long as it is lent."""
 
-    def __init__(self, store: Store, group: SubGroup, slot: Slot | None) -> None:
+    def __init__(
+        self, store: Store, group: SubGroup, slot: Slot | None, fields: Collection[Field]
+    ) -> None:
         self._store = store
         self._group = group
         self._view = HostView(store, group, slot)
+        self._kernels = on_one_thread(store.kernels)
+        if not store.device.is_host:
+            for section in _sections(fields):  # here, so that threads find it
+                if section is not Section.GRADIENT or store.has_gradient(group.segment):
+                    self._view.span(section)
 
     def copy(self, field: Field, first: int, target: torch.Tensor) -> None:
-        """Fill `target` from element `first` of the sub-group on, in the field's type."""
-        copy_field(self._store, self._group, self._view, field, (first, target))
+        """Fill `target` from element `first` of the sub-group on, in the field's type.
+
+        Several threads may.
+        """
+        part = (first, target)
+        copy_field(self._store, self._group, self._view, field, part, self._kernels)
 
 
 class GroupWriter:
-    """The fields of one sub-group, as long as it is lent; each element is set, in order.
+    """The fields of one sub-group, as long as it is lent; each element is set.
 
-    Moments that rest in codes are encoded by whole blocks: what a block lacks so far waits.
+    Moments that rest in codes are encoded by whole blocks: what a block lacks so far waits. So
+    they come in order, from one thread; all else may come in any order from any thread.
     """
 
     def __init__(self, store: Store, group: SubGroup, view: HostView) -> None:
@@ -62,13 +76,19 @@ class GroupWriter:
         self._view = view
         self._waiting: dict[Field, tuple[int, torch.Tensor]] = {}
         self._has_codes = has_codes(store, group)
+        self._kernels = on_one_thread(store.kernels)
+
+    def is_ordered(self, field: Field) -> bool:
+        """Tell whether a field must be set in order."""
+        return self._has_codes and field in (Field.EXP_AVG, Field.EXP_AVG_SQ)
 
     def put(self, field: Field, first: int, values: torch.Tensor) -> None:
         """Set elements from `first` of the sub-group on, and what follows from them."""
-        if field in (Field.EXP_AVG, Field.EXP_AVG_SQ) and self._has_codes:
+        if self.is_ordered(field):
             first, values = self._whole_blocks(field, first, values)
         if values.numel():
-            put_field(self._store, self._group, self._view, field, (first, values))
+            part = (first, values)
+            put_field(self._store, self._group, self._view, field, part, self._kernels)
 
     def finish(self) -> None:
         """Set what waits."""
@@ -109,7 +129,7 @@ def read_group(
                     continue
                 if not store.pager.read_ahead(other.extent, _reads(store, other, wanted)):
                     break
-        yield GroupReader(store, group, slot)
+        yield GroupReader(store, group, slot, fields)
     finally:
         if slot is not None and store.pager is not None:
             store.pager.release(slot)
@@ -147,11 +167,10 @@ def write_group(
     slot = _lend_to_set(store, group, changed, rest)
     try:
         view = HostView(store, group, slot)
-        if rest is not Rest.KEPT:
-            for section in changed - paged:
-                memory = view.span(section, reads=False)
-                if rest is Rest.ZERO:
-                    clear_bytes(memory)
+        for section in changed - paged:
+            memory = view.span(section, reads=rest is Rest.KEPT)
+            if rest is Rest.ZERO:
+                clear_bytes(memory)
         writer = GroupWriter(store, group, view)
         yield writer
         writer.finish()
@@ -181,11 +200,28 @@ def _lend_to_set(
     return slot
 
 
+@dataclass(frozen=True, slots=True)
+class _ExtentRead:
+    """What is read of one sub-group, as it was when the reader was made."""
+
+    group: SubGroup
+    fields: Collection[Field]
+    pieces: list[tuple[int, int, int]]
+    zero: tuple[Section, ...]
+    """Sections on NVMe that were never written, which is zero."""
+
+    @property
+    def needs_slot(self) -> bool:
+        return bool(self.pieces or self.zero)
+
+
 class ExtentReader:
     """Reads sub-groups beside the pager, for whoever copies while training goes on.
 
     What rests on NVMe is read from its extent into memory of this reader's own, a sub-group ahead.
-    Nothing may write the sub-groups meanwhile, see `Store.before_change`.
+    It is read from a clone of the swap file where file systems can make one, else from the swap
+    file itself. Nothing may write meanwhile what is read from where training goes on, see `guarded`
+    and `Store.before_change`.
     """
 
     def __init__(
@@ -193,18 +229,32 @@ class ExtentReader:
     ) -> None:
         self._store = store
         self._io = io
-        self._plan = list(plan)
+        self._plan = [_extent_read(store, *each) for each in plan]
         self._slots: list[Slot] = []
         self._arena: HostArena | None = None
-        if any(
-            group.on_nvme(section) for group, fields in self._plan for section in _sections(fields)
-        ):  # also what was never written, which is zero
-            largest = max(
-                group.extent.size_bytes for group, _ in self._plan if group.extent is not None
-            )
+        self._clone: TransferFile | None = None
+        if any(each.needs_slot for each in self._plan):
+            largest = max(group.extent.size_bytes for group, _ in plan if group.extent is not None)
             self._arena = HostArena(2 * largest)
             self._slots = [Slot(index, self._arena.carve(largest)) for index in range(2)]
+            if store.swap_file is not None:
+                self._clone = clone_file(store.swap_file)
         self._ahead: tuple[Slot, JointTicket] | None = None
+
+    @property
+    def is_cloned(self) -> bool:
+        """Whether what rests on NVMe is read from a clone."""
+        return self._clone is not None
+
+    @property
+    def guarded(self) -> set[int]:
+        """Sub-groups that must not change before they are read, by index."""
+        return {
+            each.group.index
+            for each in self._plan
+            if self._clone is None
+            or not all(each.group.on_nvme(section) for section in _sections(each.fields))
+        }
 
     def read(self) -> Iterator[tuple[SubGroup, Collection[Field], GroupReader]]:
         """Yield each sub-group with a reader that is valid until the next one.
@@ -212,57 +262,63 @@ class ExtentReader:
         Raises:
             TransferError: if a read failed.
         """
-        for position, (group, fields) in enumerate(self._plan):
-            slot = self._finish(group, fields, position)
-            yield group, fields, GroupReader(self._store, group, slot)
+        for position, each in enumerate(self._plan):
+            slot = self._finish(position)
+            yield each.group, each.fields, GroupReader(self._store, each.group, slot, each.fields)
 
     def close(self) -> None:
-        """Give the memory up."""
+        """Give memory and clone up."""
         if self._ahead is not None:
             self._io.drain()
             self._ahead = None
         if self._arena is not None:
             self._arena.close()
+        if self._clone is not None:
+            self._clone.close()
 
-    def _finish(self, group: SubGroup, fields: Collection[Field], position: int) -> Slot | None:
+    def _finish(self, position: int) -> Slot | None:
+        wanted = self._plan[position]
         slot = None
-        if self._span_of(group, fields)[1]:
+        if wanted.pieces:
             slot, ticket = self._ahead or self._start(position)
             self._ahead = None
             ticket.wait()
-            for section in _sections(fields):
-                if group.on_nvme(section) and not _stored(self._store, group, section):
-                    clear_bytes(slot.section(section))
-        elif group.extent is not None and self._slots:
+        elif wanted.needs_slot:
             slot = self._slots[position % 2]
-            slot.extent = group.extent
-            for section in _sections(fields):
-                if group.on_nvme(section):
-                    clear_bytes(slot.section(section))
+            slot.extent = wanted.group.extent
+        if slot is not None:
+            for section in wanted.zero:
+                clear_bytes(slot.section(section))
         following = position + 1
-        if following < len(self._plan) and self._span_of(*self._plan[following])[1]:
+        if following < len(self._plan) and self._plan[following].pieces:
             self._ahead = self._start(following)
         return slot
 
     def _start(self, position: int) -> tuple[Slot, JointTicket]:
-        group, fields = self._plan[position]
-        slot, file = self._slots[position % 2], self._store.swap_file
-        if group.extent is None or file is None:
+        wanted = self._plan[position]
+        slot, file = self._slots[position % 2], self._clone or self._store.swap_file
+        if file is None:
             raise RuntimeError("nothing of this sub-group rests on NVMe")
-        slot.extent = group.extent
-        sections = _reads(self._store, group, _sections(fields))
-        second = self._store.copies.second(group.extent, sections)  # as `before_change` guards it
+        slot.extent = wanted.group.extent
         tickets = [
             self._io.submit_read(file, place, slot.span.sub(start, size))
-            for place, start, size in group.extent.pieces(sections, second)
+            for place, start, size in wanted.pieces
         ]
         return slot, JointTicket(tickets)
 
-    def _span_of(self, group: SubGroup, fields: Collection[Field]) -> tuple[int, int]:
-        """Return where the stored sections lie in the extent: offset and bytes."""
-        if group.extent is None:
-            return 0, 0
-        return group.extent.span(_reads(self._store, group, _sections(fields)))
+
+def _extent_read(store: Store, group: SubGroup, fields: Collection[Field]) -> _ExtentRead:
+    sections = _sections(fields)
+    zero = tuple(
+        section
+        for section in sections
+        if group.on_nvme(section) and not _stored(store, group, section)
+    )
+    if group.extent is None:
+        return _ExtentRead(group, fields, [], zero)
+    reads = _reads(store, group, sections)
+    pieces = group.extent.pieces(reads, store.copies.second(group.extent, reads))
+    return _ExtentRead(group, fields, pieces, zero)
 
 
 def _reads(store: Store, group: SubGroup, wanted: frozenset[Section]) -> frozenset[Section]:

@@ -214,6 +214,11 @@ def _native_is_required() -> bool:
     return value.strip().lower() not in {"", "0", "false", "no", "off"}
 
 
+def on_one_thread(kernels: Kernels) -> Kernels:
+    """Return the same kernels for threads that call them side by side."""
+    return NativeKernels() if isinstance(kernels, NativeKernels) else kernels
+
+
 def load_kernels(kind: KernelKind = "auto", thread_count: int = 1) -> Kernels:
     """Return the kernels of a kind; auto takes the native ones, else numpy's with a warning.
 

@@ -10,9 +10,11 @@ fp32, and a divisor is a tensor, because torch multiplies by the reciprocal of a
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal, Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -91,12 +93,10 @@ class DeviceKernels(Protocol):
         """Return the fp64 sums of squares of the norm's blocks, shape [block], on the device."""
 
 
-def add_block_sums(sums: Iterable[float]) -> float:
+def add_block_sums(sums: npt.ArrayLike) -> float:
     """Add sums of blocks in their order, which gives what `Kernels.sum_squares` returns."""
-    total = 0.0
-    for each in sums:
-        total += each
-    return total
+    running = np.add.accumulate(np.asarray(sums, np.float64))  # one after another, never in pairs
+    return float(running[-1]) if running.size else 0.0
 
 
 def check_tensors(
@@ -118,10 +118,7 @@ def check_tensors(
                 f" strides {tensor.stride()}; pass a contiguous flat view"
             )
     _check_alike(operands)
-    for name, (tensor, _) in written.items():
-        for other_name, (other, _) in operands.items():
-            if other_name != name and _overlap(tensor, other):
-                raise ValueError(f"{name} and {other_name} share memory; pass separate tensors")
+    check_apart({name: tensor for name, (tensor, _) in operands.items()}, len(written))
 
 
 def _check_alike(operands: Mapping[str, tuple[Tensor, tuple[torch.dtype, ...]]]) -> None:
@@ -133,12 +130,31 @@ def _check_alike(operands: Mapping[str, tuple[Tensor, tuple[torch.dtype, ...]]])
         raise ValueError(f"all tensors must be on one device, got {devices}")
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    start, other_start = one.data_ptr(), other.data_ptr()
-    return (
-        start < other_start + other.numel() * other.element_size()
-        and other_start < start + one.numel() * one.element_size()
+def check_apart(tensors: Mapping[str, Tensor], written: int) -> None:
+    """Raise if one of the tensors, of which the first `written` are written, overlaps another.
+
+    They are gone through by address, so that each is compared with how far the earlier ones reach.
+    """
+    names = list(tensors)
+    places = sorted(
+        (tensor.data_ptr(), position, tensor.numel() * tensor.element_size())
+        for position, tensor in enumerate(tensors.values())
+        if tensor.numel()
     )
+    end = end_of_written = 0
+    last = last_written = 0
+    for start, position, size_bytes in places:
+        is_written = position < written
+        reach, other = (end, last) if is_written else (end_of_written, last_written)
+        if start < reach:
+            first, second = sorted((position, other))
+            raise ValueError(
+                f"{names[first]} and {names[second]} share memory; pass separate tensors"
+            )
+        if start + size_bytes > end:
+            end, last = start + size_bytes, position
+        if is_written and start + size_bytes > end_of_written:
+            end_of_written, last_written = start + size_bytes, position
 
 
 _DTYPES = {

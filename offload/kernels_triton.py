@@ -3,16 +3,22 @@
 Imported only where CUDA and Triton are.
 
 [Note: Triton bits] A launch switches contraction off (`enable_fp_fusion`) and keeps library
-functions from flushing denormals (`enable_reflect_ftz`); divisions and roots are the rounded ones.
+functions from flushing denormals (`enable_reflect_ftz`); divisions and roots are the rounded ones,
+for AdamW and Adam by [Note: quick division].
+
+[Note: one] `compact` is bound by arithmetic, and of that by shifts, selections and additions of
+integers, which run at half the rate of products. So some of its sums are products with a 1, and
+some shifts products with a power of two, that the compiler does not know.
 """
 
 # Triton's language has no annotations that mypy could check.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,attr-defined"
-# ruff: noqa: ANN001, ANN202, FBT003, N803, PLR1714, RET505, SIM109
+# ruff: noqa: ANN001, ANN202, N803
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -32,262 +38,39 @@ from offload.kernels_device import (
 )
 from offload.operands import StateArrays
 from offload.rules import UpdateScalars
+from offload.triton_numbers import bf16_of, fp16_of, joined, quiet, widened
+from offload.triton_update import update
 
-_TILE = 1024
-_WARPS = 4
 _OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 
-# How the master of a parameter is kept.
-_OWN = tl.constexpr(0)
-_EXACT = tl.constexpr(1)
-_MASTER_BF16 = tl.constexpr(2)
-_MASTER_FP16 = tl.constexpr(3)
-_BF16 = tl.constexpr(4)
-_COMPACT = tl.constexpr(5)
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Shape:
+    """How a launch divides elements: those of a tile, and warps, registers and copies ahead."""
+
+    tile: int = 1024
+    warps: int = 4
+    registers: int | None = None
+    stages: int = 1
+    programs: int | None = None
+    """Most programs for each multiprocessor; None has one for every tile."""
+
+
+_PLAIN = _Shape()
+_SHAPES = {Kept.COMPACT: _Shape(tile=512, warps=1, registers=128, stages=3, programs=64)}
+
 _KEPT = {Kept.OWN: 0, Kept.EXACT: 1, Kept.BF16: 4, Kept.COMPACT: 5}
-
-# The rules, as `UpdateScalars.rule_number` counts them.
-_ADAMW = tl.constexpr(0)
-_ADAM = tl.constexpr(1)
-_LION = tl.constexpr(2)
-_ADAGRAD = tl.constexpr(3)
-_SGD = tl.constexpr(4)
-
-
-@triton.jit
-def _is_nan(bits):
-    return (bits & 0x7FFFFFFF) > 0x7F800000
-
-
-@triton.jit
-def _with_one_nan(value):
-    bits = value.to(tl.int32, bitcast=True)
-    return tl.where(_is_nan(bits), 0x7FC00000, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _quiet(bits):
-    sign = (bits >> 31) << 31
-    return tl.where(_is_nan(bits), sign | 0x7FC00000, bits)
-
-
-@triton.jit
-def _widened(value):
-    if value.dtype == tl.bfloat16:
-        bits = value.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        return bits.to(tl.float32, bitcast=True)
-    else:
-        return value.to(tl.float32)
-
-
-@triton.jit
-def _joined(param, residual):
-    bits = (param.to(tl.int16, bitcast=True).to(tl.int32) << 16) + residual.to(tl.int32)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _bf16_of(bits):
-    return ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _fp16_of(bits):
-    sign = (bits >> 16) & 0x8000
-    rounded = bits.to(tl.float32, bitcast=True).to(tl.float16).to(tl.int16, bitcast=True)
-    half = tl.where(_is_nan(bits), (sign | 0x7E00).to(tl.int16), rounded)
-    return half.to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _sign(value):
-    bits = value.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    one = (((bits >> 31) << 31) | 0x3F800000).to(tl.float32, bitcast=True)
-    return tl.where((magnitude != 0) & (magnitude <= 0x7F800000), one, value)
-
-
-@triton.jit
-def _moved(p, m, v, g, scalars, RULE: tl.constexpr):
-    """Return master and moments after an update; see [Note: update rules]."""
-    beta1, one_minus_beta1, beta2, one_minus_beta2, decay_factor, step_size = scalars[:6]
-    bias_correction2_sqrt, eps, grad_scale, l2, initial, nesterov = scalars[6:]
-    g = g * grad_scale
-    if RULE == _ADAM or RULE == _ADAGRAD or RULE == _SGD:
-        g = g + p * l2
-    if RULE == _ADAMW or RULE == _LION:
-        p = p * decay_factor
-    change = g
-    if RULE == _ADAMW or RULE == _ADAM:
-        m = m * beta1 + g * one_minus_beta1
-        v = v * beta2 + (g * g) * one_minus_beta2
-        change = tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), bias_correction2_sqrt) + eps)
-    if RULE == _LION:
-        change = _sign(m * beta1 + g * one_minus_beta1)
-        m = m * beta2 + g * one_minus_beta2
-    if RULE == _ADAGRAD:
-        v = v + g * g
-        change = tl.div_rn(g, tl.sqrt_rn(v + initial) + eps)
-    if RULE == _SGD:
-        m = m * beta1 + g * one_minus_beta1
-        change = tl.where(nesterov != 0, g + m * beta1, m)
-    return _with_one_nan(p - step_size * change), _with_one_nan(m), _with_one_nan(v)
-
-
-@triton.jit
-def _mixed(words):
-    words = words ^ (words >> 16)
-    words = words * tl.full((), 0x85EBCA6B, tl.uint32)
-    words = words ^ (words >> 13)
-    words = words * tl.full((), 0xC2B2AE35, tl.uint32)
-    return words ^ (words >> 16)
-
-
-@triton.jit
-def _noise(at, key):
-    first, high = key
-    numbers = (at + first).to(tl.uint32)
-    return _mixed(_mixed(numbers) ^ high.to(tl.uint32))
-
-
-@triton.jit
-def _other_noise(noise):
-    return _mixed(noise + tl.full((), 0x9E3779B9, tl.uint32))
-
-
-@triton.jit
-def _bits(value):
-    return value.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _base(upper, CODES: tl.constexpr):
-    """Return the base of each block, a row of a tile, from the upper bits of its elements."""
-    return tl.maximum(tl.max(upper, axis=1, keep_dims=True) - CODES, 0)
-
-
-@triton.jit
-def _loaded(moment, base, blocks, at, inside, KEPT: tl.constexpr, SIGNED: tl.constexpr):
-    """Return a moment in fp32, however it is kept."""
-    if KEPT == _COMPACT:
-        code = tl.load(moment + at, inside, other=0).to(tl.int32)
-        block, is_block = blocks
-        below = tl.load(base + block, is_block, other=0).to(tl.int32) & 0xFFFF
-        if SIGNED:
-            magnitude = code & 0x7F
-            upper = tl.where(magnitude != 0, below + magnitude, 0)
-            return ((upper << 20) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
-        else:
-            upper = tl.where(code != 0, below + code, 0)
-            return (upper << 19).to(tl.float32, bitcast=True)
-    else:
-        return _widened(tl.load(moment + at, inside, other=0.0))
-
-
-@triton.jit
-def _store_moment(
-    moment, base, blocks, places, value, noise, KEPT: tl.constexpr, SIGNED: tl.constexpr
-):  # fmt: skip
-    at, inside = places
-    bits = tl.where(inside, _bits(value), 0)
-    if KEPT == _COMPACT:
-        magnitude = bits & 0x7FFFFFFF
-        if SIGNED:
-            upper = ((magnitude + (noise >> 12)) >> 20).to(tl.int32)
-            upper = tl.where(inside, upper, 0)
-            below = _base(upper, 0x7F)
-            code = tl.maximum(upper - below, 0) | ((bits >> 31).to(tl.int32) << 7)
-        else:
-            upper = ((magnitude + (_other_noise(noise) >> 13)) >> 19).to(tl.int32)
-            upper = tl.where(inside, upper, 0)
-            below = _base(upper, 0xFF)
-            code = tl.maximum(upper - below, tl.where(magnitude != 0, 1, 0))
-        tl.store(moment + at, code.to(tl.uint8), inside)
-        block, is_block = blocks
-        tl.store(base + block, below.to(tl.int16), is_block)
-    elif KEPT == _BF16:
-        random = (noise & 0xFFFF) if SIGNED else (noise >> 16)
-        half = ((bits + random) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        tl.store(moment + at, half, inside)
-    else:
-        tl.store(moment + at, value, inside)
-
-
-@triton.jit
-def _master(param, weight, at, inside, KEPT: tl.constexpr):
-    """Return the fp32 master, however it is kept."""
-    if KEPT == _EXACT or KEPT == _BF16:
-        return _joined(tl.load(param + at, inside), tl.load(weight + at, inside))
-    elif KEPT == _COMPACT:
-        upper = tl.load(param + at, inside).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        lower = tl.load(weight + at, inside).to(tl.int32) << 8
-        return (upper + lower).to(tl.float32, bitcast=True)
-    elif KEPT == _OWN:
-        return tl.load(param + at, inside)
-    else:
-        return tl.load(weight + at, inside)
-
-
-@triton.jit
-def _store_master(param, weight, at, inside, p, noise, KEPT: tl.constexpr):
-    bits = p.to(tl.int32, bitcast=True)
-    if KEPT == _EXACT or KEPT == _BF16:
-        tl.store(param + at, _bf16_of(bits), inside)
-        tl.store(weight + at, bits.to(tl.int16), inside)
-    elif KEPT == _COMPACT:
-        shorter = ((_bits(p) + (noise & 0xFF)) >> 8).to(tl.int32)
-        half = ((shorter + 0x80) >> 8).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        tl.store(param + at, half, inside)
-        tl.store(weight + at, shorter.to(tl.int8), inside)
-    elif KEPT == _OWN:
-        tl.store(param + at, p, inside)
-    else:
-        tl.store(weight + at, p, inside)
-        tl.store(param + at, _bf16_of(bits) if KEPT == _MASTER_BF16 else _fp16_of(bits), inside)
-
-
-@triton.jit
-def _update(
-    operands, moments, scalars, key, numel, KEPT: tl.constexpr, RULE: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    param, weight, grad = operands
-    exp_avg, exp_avg_sq, exp_avg_base, exp_avg_sq_base = moments
-    start = tl.program_id(0).to(tl.int64) * TILE
-    if KEPT == _COMPACT:  # a row a block, so that its greatest is found within a row
-        block = start // 32 + tl.expand_dims(tl.arange(0, TILE // 32), 1)
-        at = block * 32 + tl.expand_dims(tl.arange(0, 32), 0)
-    else:
-        at = start + tl.arange(0, TILE)
-        block = at
-    inside = at < numel
-    blocks = (block, block * 32 < numel)
-    places = (at, inside)
-    master = _master(param, weight, at, inside, KEPT)
-    g = _widened(tl.load(grad + at, inside))
-    m = tl.zeros_like(master)
-    v = m
-    if RULE != _ADAGRAD:
-        m = _loaded(exp_avg, exp_avg_base, blocks, at, inside, KEPT, True)
-    if RULE == _ADAMW or RULE == _ADAM or RULE == _ADAGRAD:
-        v = _loaded(exp_avg_sq, exp_avg_sq_base, blocks, at, inside, KEPT, False)
-    p, m, v = _moved(master, m, v, g, scalars, RULE)
-    noise = tl.zeros_like(master).to(tl.uint32)
-    if KEPT == _BF16 or KEPT == _COMPACT:
-        noise = _noise(at, key)
-    if RULE != _ADAGRAD:
-        _store_moment(exp_avg, exp_avg_base, blocks, places, m, noise, KEPT, True)
-    if RULE == _ADAMW or RULE == _ADAM or RULE == _ADAGRAD:
-        _store_moment(exp_avg_sq, exp_avg_sq_base, blocks, places, v, noise, KEPT, False)
-    _store_master(param, weight, at, inside, p, noise, KEPT)
+"""How the update kernel calls the ways to keep a master; those kept whole have 2 with bf16
+parameters, 3 with fp16."""
+_WHOLE_BF16, _WHOLE_FP16 = 2, 3
 
 
 @triton.jit
 def _split(master, param, residual, numel, TILE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < numel
-    bits = _quiet(tl.load(master + at, inside))
-    tl.store(param + at, _bf16_of(bits), inside)
+    bits = quiet(tl.load(master + at, inside))
+    tl.store(param + at, bf16_of(bits), inside)
     tl.store(residual + at, bits.to(tl.int16), inside)
 
 
@@ -295,15 +78,15 @@ def _split(master, param, residual, numel, TILE: tl.constexpr):
 def _join(param, residual, master, numel, TILE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < numel
-    joined = _joined(tl.load(param + at, inside), tl.load(residual + at, inside))
-    tl.store(master + at, joined.to(tl.int32, bitcast=True), inside)
+    master_values = joined(tl.load(param + at, inside), tl.load(residual + at, inside))
+    tl.store(master + at, master_values.to(tl.int32, bitcast=True), inside)
 
 
 @triton.jit
 def _to_fp16(master, out, numel, TILE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < numel
-    tl.store(out + at, _fp16_of(tl.load(master + at, inside)), inside)
+    tl.store(out + at, fp16_of(tl.load(master + at, inside)), inside)
 
 
 @triton.jit
@@ -318,20 +101,61 @@ def _block_sums(values, sums, lead, numel):
     lanes = tl.zeros((64,), tl.float64)
     for row in range(64):
         at = block * 4096 + row * 64 + lane - lead
-        value = _widened(tl.load(values + at, (at >= 0) & (at < numel), other=0.0)).to(tl.float64)
+        value = widened(tl.load(values + at, (at >= 0) & (at < numel), other=0.0)).to(tl.float64)
         lanes = lanes + value * value
     lanes = _fold(_fold(_fold(lanes, 32), 16), 8)
     lanes = _fold(_fold(_fold(lanes, 4), 2), 1)
     tl.store(sums + block + tl.arange(0, 1), lanes)
 
 
-def _launch(kernel: Any, *operands: Any, numel: int, **constants: Any) -> None:
+def _launch(kernel: Any, *operands: Any, numel: int) -> None:
+    """Run a kernel that masks what is not there on all elements."""
     if numel:
-        first = operands[0][0] if isinstance(operands[0], tuple) else operands[0]
-        with torch.cuda.device(first.device):
-            kernel[(triton.cdiv(numel, _TILE),)](
-                *operands, numel, **constants, TILE=_TILE, num_warps=_WARPS, **_OPTIONS
+        with torch.cuda.device(operands[0].get_device()):
+            kernel[(triton.cdiv(numel, _PLAIN.tile),)](
+                *operands, numel, TILE=_PLAIN.tile, num_warps=_PLAIN.warps, **_OPTIONS
             )
+
+
+def _launch_update(operands: tuple[Any, ...], shape: _Shape, how: tuple[int, int]) -> None:
+    """Run the update on all elements: on whole tiles, then on the rest."""
+    arrays, numel = operands[0], operands[-1]
+    device = arrays[0].device
+    tiles = numel // shape.tile
+    most = shape.programs * _processors(device) if shape.programs is not None else tiles
+    options = {**_OPTIONS, "num_warps": shape.warps}
+    if shape.registers is not None:
+        options["maxnreg"] = shape.registers
+    with torch.cuda.device(arrays[0].get_device()):
+        if tiles:
+            update[(min(tiles, most),)](
+                *operands, HOW=(*how, False), TILE=shape.tile, STAGES=shape.stages, **options
+            )
+        if numel % shape.tile:
+            update[(1,)](
+                *operands,
+                HOW=(*how, True),
+                TILE=shape.tile,
+                STAGES=1,
+                num_warps=shape.warps,
+                **_OPTIONS,
+            )
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _as_int32(word: int) -> int:
+    """Return the number with the same 32 bits that Triton takes for an int32, whatever they are."""
+    return (word & 0xFFFF_FFFF ^ 0x8000_0000) - 0x8000_0000
+
+
+@functools.lru_cache(maxsize=64)
+def _values(scalars: UpdateScalars) -> tuple[float, ...]:
+    """Return the scalars of an update in order; a step has one set for each parameter group."""
+    return tuple(float(getattr(scalars, each.name)) for each in dataclasses.fields(scalars))
 
 
 def _bases(state: StateArrays) -> tuple[Tensor | None, ...]:
@@ -364,20 +188,12 @@ class TritonKernels(UpdateCalls):
             for each in (state.exp_avg, state.exp_avg_sq, *_bases(state))
         )
         is_fp16 = param.dtype is torch.float16
-        how = _KEPT.get(kept, _MASTER_FP16.value if is_fp16 else _MASTER_BF16.value)
-        values = tuple(float(each) for each in dataclasses.astuple(scalars))
-        first = (key.first + key.low) & 0xFFFF_FFFF if key is not None else 0
-        words = (first, key.high if key is not None else 0)
-        _launch(
-            _update,
-            (param, weight, grad),
-            moments,
-            values,
-            words,
-            numel=param.numel(),
-            KEPT=how,
-            RULE=scalars.rule_number,
-        )
+        how = _KEPT.get(kept, _WHOLE_FP16 if is_fp16 else _WHOLE_BF16)
+        values = _values(scalars)
+        first, high = (key.first + key.low, key.high) if key is not None else (0, 0)
+        arrays = (param, weight, grad, *moments)
+        operands = (arrays, (*values, 1.0), _as_int32(first), _as_int32(high), param.numel())
+        _launch_update(operands, _SHAPES.get(kept, _PLAIN), (how, scalars.rule_number))
 
     def split_master(self, master: Tensor, param: Tensor, residual: Tensor) -> None:
         """Write each master as a bf16 parameter and its residual, a NaN made quiet first."""
@@ -401,6 +217,6 @@ class TritonKernels(UpdateCalls):
         count = triton.cdiv(lead + values.numel(), BLOCK_NUMEL) if values.numel() else 0
         sums = torch.empty(count, dtype=torch.float64, device=values.device)
         if count:
-            with torch.cuda.device(values.device):
+            with torch.cuda.device(values.get_device()):
                 _block_sums[(count,)](values, sums, lead, values.numel(), num_warps=2, **_OPTIONS)
         return sums

@@ -16,6 +16,9 @@ from offload.trace import Trace
 EVENT_LIMIT = 4096
 """Events kept for tests of order; older ones are dropped."""
 
+GATHERED, REDUCED = "gathered", "reduced"
+"""What ranks exchange: parameters, and gradients."""
+
 STEP_LIMIT = 200
 """Steps kept one by one for the report; older ones only count in the totals."""
 
@@ -62,6 +65,8 @@ class LedgerSnapshot:
     tokens: int = 0
     copied_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes copied between host memory and a device: {"in": 4096, "out": 4096}."""
+    rank_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the other ranks' parts in what ranks exchanged: {"gathered": 4096}."""
 
     @property
     def nvme_read_bytes(self) -> int:
@@ -90,6 +95,10 @@ class LedgerSnapshot:
                 way: size - earlier.copied_bytes.get(way, 0)
                 for way, size in self.copied_bytes.items()
             },
+            {
+                what: size - earlier.rank_bytes.get(what, 0)
+                for what, size in self.rank_bytes.items()
+            },
         )
 
     def _sum(self, link: Link) -> int:
@@ -116,6 +125,7 @@ class Ledger:
         }
         self._seconds = dict.fromkeys(Activity, 0.0)
         self._tokens = 0
+        self._rank_bytes = {GATHERED: 0, REDUCED: 0}
         self._in_flight = 0
         self._busy_since = 0.0
         self._busy_seconds = 0.0
@@ -154,6 +164,10 @@ class Ledger:
     def used_in_place(self, tier: Tier, section: Section, size_bytes: int) -> None:
         """Count bytes that were used where they rest, in memory."""
         self._resident[tier, section] += size_bytes
+
+    def exchanged(self, what: str, size_bytes: int, world_size: int) -> None:
+        """Count `size_bytes` that ranks gathered or reduced, less this rank's own part."""
+        self._rank_bytes[what] += size_bytes - size_bytes // world_size
 
     def observe(self, what: str, size_bytes: int) -> None:
         """Keep the most bytes that a line of the plan was seen to take."""
@@ -199,6 +213,7 @@ class Ledger:
                 busy_seconds=moved.busy_seconds,
                 tokens=moved.tokens,
                 copied_bytes=moved.copied_bytes,
+                rank_bytes=moved.rank_bytes,
             )
         )
         if self._trace is not None:
@@ -227,6 +242,7 @@ class Ledger:
             busy,
             self._tokens,
             dict(self.copied_bytes),
+            dict(self._rank_bytes),
         )
 
     def report(self) -> LedgerReport:

@@ -45,22 +45,22 @@ class StateArrays:
         Raises:
             ValueError: if the elements start inside a block.
         """
-        if self.exp_avg_base is None and self.exp_avg_sq_base is None:
-            blocks = inside
-        elif inside.start % CODE_BLOCK_NUMEL:
-            raise ValueError(
-                f"elements from {inside.start} on start inside a block of {CODE_BLOCK_NUMEL} codes"
-            )
-        else:
+        blocks = inside
+        if self.exp_avg_base is not None or self.exp_avg_sq_base is not None:
+            if inside.start % CODE_BLOCK_NUMEL:
+                raise ValueError(
+                    f"elements from {inside.start} on start inside a block of {CODE_BLOCK_NUMEL}"
+                    " codes"
+                )
             stop = -(-inside.stop // CODE_BLOCK_NUMEL)
             blocks = slice(inside.start // CODE_BLOCK_NUMEL, stop)
-        chosen = {
-            field.name: blocks if field.name in _PER_BLOCK else inside for field in fields(self)
-        }
         return StateArrays(
             **{
-                name: view[chosen[name]]
-                for name in chosen
+                name: view[blocks if name in _PER_BLOCK else inside]
+                for name in _NAMES
                 if (view := getattr(self, name)) is not None
             }
         )
+
+
+_NAMES = tuple(field.name for field in fields(StateArrays))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from aio_ops import Span
 from estimators import (
     CODE_BLOCK_NUMEL,
     EXTRA_FIELDS,
@@ -24,13 +25,28 @@ from estimators import (
     Section,
     SegmentSpec,
     StateField,
+    StateFormat,
     SubGroup,
 )
-from offload.arrays import array_at, clear_bytes, tensor_at, torch_dtype
+from offload.arrays import (
+    array_at,
+    clear_bytes,
+    copy_bytes,
+    tensor_at,
+    tensor_span,
+    torch_dtype,
+)
 from offload.host_view import HostView
+from offload.kernels import Kernels
 from offload.operands import StateArrays
 from offload.slots import Slot
-from offload.state import master_values, moment_values, put_moment, state_arrays
+from offload.state import (
+    master_values,
+    moment_values,
+    put_moment,
+    state_arrays,
+    stored_values,
+)
 from offload.store import Store
 from offload.write import encode_masters
 
@@ -53,7 +69,7 @@ class Field(enum.Enum):
     EXTRA_5 = "extra_5"
 
 
-_MOMENTS = {
+MOMENTS: Mapping[Field, StateField] = {
     Field(each.value): each for each in (StateField.EXP_AVG, StateField.EXP_AVG_SQ, *EXTRA_FIELDS)
 }
 
@@ -70,6 +86,18 @@ def field_dtype(store: Store, segment: int, field: Field) -> torch.dtype:
             return torch.float32
 
 
+def stored_dtype(store: Store, segment: int, field: Field) -> torch.dtype:
+    """Return the type in which a field of a segment rests: codes, of which blocks share a base, are
+    uint8. For masters that is fp32, whatever their residuals are kept in.
+    """
+    spec = store.plan.request.segments[segment]
+    if field in MOMENTS:
+        for layout in store.plan.request.record_of(spec, CODE_BLOCK_NUMEL).fields:
+            if layout.field is MOMENTS[field]:
+                return torch_dtype(layout.element)
+    return field_dtype(store, segment, field)
+
+
 def has_field(store: Store, segment: int, field: Field) -> bool:
     """Tell whether a segment has a field now: frozen ones have no state, and gradients come."""
     request = store.plan.request
@@ -77,8 +105,8 @@ def has_field(store: Store, segment: int, field: Field) -> bool:
         return True
     if not (request.trains and request.segments[segment].trainable):
         return False
-    if field in _MOMENTS:
-        return _MOMENTS[field] in request.rule.moments
+    if field in MOMENTS:
+        return MOMENTS[field] in request.rule.moments
     return field is not Field.GRADIENT or store.has_gradient(segment)
 
 
@@ -242,29 +270,54 @@ def _copy_out(
 
 
 def copy_field(
-    store: Store, group: SubGroup, view: HostView, field: Field, part: tuple[int, torch.Tensor]
+    store: Store,
+    group: SubGroup,
+    view: HostView,
+    field: Field,
+    part: tuple[int, torch.Tensor],
+    kernels: Kernels | None = None,
 ) -> None:
-    """Copy a field of a sub-group that is in host memory, from an element on, into a tensor."""
+    """Copy a field of a sub-group that is in host memory, from an element on, into a tensor.
+
+    Several threads may, of one sub-group, with `kernels` that run on one thread. A target of
+    another type than the field's gets what is stored, see `stored_dtype`; one of uint16 the bases,
+    and then `part` counts blocks.
+    """
+    kernels = kernels or store.kernels
     first, target = part
     chosen = slice(first, first + target.numel())
     spec = store.plan.request.segments[group.segment]
     if field is Field.PARAMETER or (field is Field.MASTER and spec.element is ElementType.FP32):
-        span = view.span(Section.PARAMETER)
-        target.copy_(tensor_at(span, spec.element, group.numel)[chosen])
+        _copy_elements(view.span(Section.PARAMETER), spec.element, first, target)
     elif field is Field.GRADIENT:
         if store.has_gradient(group.segment):
-            span = view.span(Section.GRADIENT)
-            target.copy_(tensor_at(span, spec.gradient, group.numel)[chosen])
+            _copy_elements(view.span(Section.GRADIENT), spec.gradient, first, target)
     else:
         state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
         array: Array | None
         if field is Field.MASTER:
             parameter = array_at(view.span(Section.PARAMETER), spec.element, group.numel)
-            array = master_values(store.kernels, parameter[chosen], _masters_of(state, chosen))
+            masters = _masters_of(state, chosen)
+            if masters.residual is not None and masters.residual.dtype == np.int16:
+                kernels.join_master(parameter[chosen], masters.residual, target.numpy())
+                return
+            array = master_values(kernels, parameter[chosen], masters)
+        elif target.dtype is not torch.float32:
+            stored = stored_values(state, MOMENTS[field], target.dtype)[chosen]
+            target.view(torch.uint8).numpy()[:] = stored.view(np.uint8)
+            return
         else:
-            array = _moment_part(state, _MOMENTS[field], chosen)
+            array = _moment_part(state, MOMENTS[field], chosen)
         if array is not None:
             target.numpy()[:] = array
+
+
+def _copy_elements(span: Span, element: ElementType, first: int, target: torch.Tensor) -> None:
+    """Copy elements as bytes: torch would start threads of its own for each thread that copies."""
+    size_bytes = target.numel() * element.size_bytes
+    if size_bytes:
+        source = span.sub(first * element.size_bytes, size_bytes)
+        copy_bytes(source, tensor_span(target), size_bytes)
 
 
 def has_codes(store: Store, group: SubGroup) -> bool:
@@ -328,11 +381,18 @@ def sections_set_by(store: Store, group: SubGroup, field: Field) -> frozenset[Se
 
 
 def put_field(
-    store: Store, group: SubGroup, view: HostView, field: Field, part: tuple[int, torch.Tensor]
+    store: Store,
+    group: SubGroup,
+    view: HostView,
+    field: Field,
+    part: tuple[int, torch.Tensor],
+    kernels: Kernels | None = None,
 ) -> None:
     """Set elements of a sub-group in host memory, from an element on, and what follows.
 
-    Whoever calls puts the sections back that are set, see `sections_set_by`.
+    Whoever calls puts the sections back that are set, see `sections_set_by`. Several threads may
+    set elements of one sub-group, with `kernels` that run on one thread, but not of one block of
+    codes.
     """
     first, values = part
     spec = store.plan.request.segments[group.segment]
@@ -341,16 +401,38 @@ def put_field(
         tensor_at(span, spec.gradient, group.numel)[first : first + values.numel()] = values
         return
     kept: Mapping[StateField, Array]
-    if field in _MOMENTS:
-        kept = {_MOMENTS[field]: values.numpy()}
+    if field in MOMENTS:
+        kept = {MOMENTS[field]: values.numpy()}
     else:
         masters = values.float().contiguous().numpy()
+        if _put_exact(store, group, view, first, masters, kernels or store.kernels):
+            return
         state_format = store.plan.request.format_of(spec)
-        raw, kept = encode_masters(store.kernels, spec.element, state_format, masters)
+        raw, kept = encode_masters(kernels or store.kernels, spec.element, state_format, masters)
         _put_parameter(view, spec, first, raw)
     if kept and group.tier(Section.STATE) is not None:
         state = state_arrays(store.plan, spec, group, view.span(Section.STATE))
         _put_state(state, first, kept)
+
+
+def _put_exact(
+    store: Store,
+    group: SubGroup,
+    view: HostView,
+    first: int,
+    masters: Array,
+    kernels: Kernels,
+) -> bool:
+    """Split masters straight into parameters and residuals, if that is how they are kept."""
+    spec = store.plan.request.segments[group.segment]
+    is_split = store.plan.request.format_of(spec) in (StateFormat.EXACT, StateFormat.BF16)
+    if spec.element is not ElementType.BF16 or not is_split or group.tier(Section.STATE) is None:
+        return False
+    residual = state_arrays(store.plan, spec, group, view.span(Section.STATE)).residual
+    parameter = array_at(view.span(Section.PARAMETER), spec.element, group.numel)
+    chosen = slice(first, first + masters.size)
+    kernels.split_master(masters, parameter[chosen], residual[chosen])
+    return True
 
 
 def _put_parameter(view: HostView, spec: SegmentSpec, first: int, raw: Array) -> None:
@@ -365,7 +447,7 @@ def _put_state(state: StateArrays, first: int, fields: Mapping[StateField, Array
         target = state.get(key)
         if target is None:
             continue
-        if key in _MOMENTS.values():
+        if key in MOMENTS.values():
             low = first // CODE_BLOCK_NUMEL * CODE_BLOCK_NUMEL
             high = -(-(first + values.size) // CODE_BLOCK_NUMEL) * CODE_BLOCK_NUMEL
             part = state.part(slice(low, min(high, len(target))))

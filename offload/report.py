@@ -30,6 +30,8 @@ class StepRecord:
     tokens: int
     copied_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes copied between host memory and a device: {"in": 4096, "out": 4096}."""
+    rank_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the other ranks' parts in what ranks exchanged: {"gathered": 4096}."""
 
     @property
     def read_bytes(self) -> int:
@@ -77,6 +79,7 @@ class StepRecord:
             "nvme_bytes": dict(self.nvme_bytes),
             "resident_bytes": dict(self.resident_bytes),
             "copied_bytes": dict(self.copied_bytes),
+            "rank_bytes": dict(self.rank_bytes),
             "nvme_gb_per_s": moved / self.seconds / 1e9 if self.seconds else None,
             "nvme_gb_per_s_while_busy": _ratio(moved / 1e9, self.busy_seconds),
             "share_of_drive_limit": None if limit is None else _ratio(limit, self.seconds),
@@ -137,12 +140,13 @@ class LedgerReport:
             yield f"of these: {name}", _text(median("stall_seconds", name), "{:.4f}")
         for tier in ("device", "host", "nvme"):
             yield f"bytes on {tier}", _text(median("bytes_by_tier", tier), "{:,.0f}")
-        for name in rows[0]["nvme_bytes"]:
-            size = median("nvme_bytes", name)
-            if size:
-                yield f"of these: {name}", _text(size, "{:,.0f}")
-        for way in filter(rows[-1]["copied_bytes"].get, rows[-1]["copied_bytes"]):
-            yield f"bytes copied {way}", _text(median("copied_bytes", way), "{:,.0f}")
+        moved = [(name, median("nvme_bytes", name)) for name in rows[0]["nvme_bytes"]]
+        yield from ((f"of these: {name}", _text(size, "{:,.0f}")) for name, size in moved if size)
+        passed = [("copied_bytes", "bytes copied", way) for way in rows[-1]["copied_bytes"]]
+        passed += [("rank_bytes", "bytes", what) for what in rows[-1]["rank_bytes"]]
+        for kind, name, way in passed:
+            if rows[-1][kind][way]:
+                yield f"{name} {way}", _text(median(kind, way), "{:,.0f}")
         yield "NVMe GB/s", _text(median("nvme_gb_per_s"), "{:.3f}")
         yield "NVMe GB/s while busy", _text(median("nvme_gb_per_s_while_busy"), "{:.3f}")
         yield "share of the drive's limit", _text(median("share_of_drive_limit"), "{:.1%}")

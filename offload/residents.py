@@ -118,7 +118,7 @@ class Residents:
         )
         self._spans[section, segment] = span
         own_bytes = sum(size for _, size in parts)
-        offset = self._position * own_bytes if is_full(self._plan.request, section) else 0
+        offset = self._position * own_bytes if is_full(self._plan.request, section, segment) else 0
         for group, size in parts:
             self._parts[section, group.index] = span.sub(offset, size)
             offset += size

@@ -71,6 +71,41 @@ def moment_values(state: StateArrays, field: StateField) -> Values:
     return decode_unsigned(stored, state.exp_avg_sq_base)
 
 
+def stored_values(state: StateArrays, field: StateField, dtype: torch.dtype) -> Array:
+    """Return a moment of a record on the host as it is stored, or, if that is asked for by their
+    type, the bases of its codes.
+
+    Raises:
+        TypeError: if it is not stored in that type.
+    """
+    values = state.get(field)
+    if dtype is torch.uint16:
+        values = state.exp_avg_base if field is StateField.EXP_AVG else state.exp_avg_sq_base
+    wanted = {torch.bfloat16: np.uint16, torch.uint8: np.uint8, torch.uint16: np.uint16}
+    if values is None or values.dtype != wanted.get(dtype):
+        raise TypeError(f"{field.value} is not stored as {dtype}")
+    return cast("Array", values)
+
+
+def decode_stored(field: StateField, values: torch.Tensor, bases: Array | None) -> torch.Tensor:
+    """Return in fp32 what stored elements of a moment stand for.
+
+    Args:
+        field: the moment.
+        values: fp32, bf16, or codes from a block's start on.
+        bases: of the codes, from their first block on.
+    """
+    if values.dtype is torch.float32:
+        return values
+    if values.dtype is torch.bfloat16:
+        bits = values.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+        return torch.from_numpy((bits << np.uint32(16)).view(np.float32))
+    if values.dtype is not torch.uint8 or bases is None:
+        raise TypeError(f"a moment cannot be stored as {values.dtype}")
+    decode = decode_signed if field is StateField.EXP_AVG else decode_unsigned
+    return torch.from_numpy(decode(values.numpy(), bases))
+
+
 def put_moment(state: StateArrays, field: StateField, first: int, values: Array) -> None:
     """Set elements of a moment of a record on the host from fp32 values, rounded to nearest.
 

@@ -17,6 +17,8 @@ from offload.step_device import StreamedUpdate
 from offload.store import Store, count_use
 from offload.update_pass import GradientPieces, Rounding, UpdatePass
 
+_STATE = frozenset({Section.STATE})
+
 
 def update(
     store: Store,
@@ -73,6 +75,23 @@ def update(
         )
         raise
     store.drop_gradients()
+
+
+def read_ahead_states(store: Store) -> None:
+    """Start reading the states that the next update begins with, into slots that are spare.
+
+    Nothing is read where gradients rest on NVMe: they need the slots, and are read together with
+    the states. Whoever needs a slot meanwhile takes one of these, see [Note: pager invariants].
+    """
+    pager, groups = store.pager, store.plan.sub_groups
+    if pager is None or any(group.on_nvme(Section.GRADIENT) for group in groups):
+        return
+    for group in groups:
+        reads = _reads(store, group)
+        if group.extent is None or not reads:
+            continue
+        if reads != _STATE or not pager.read_ahead(group.extent, reads):
+            return
 
 
 def _lender(store: Store, groups: Sequence[SubGroup]) -> Callable[[int], Slot | None]:

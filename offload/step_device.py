@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from estimators import Section, SubGroup
-from estimators.records import DEVICE_BUFFER_COUNT, staged_offsets
+from estimators.records import DEVICE_BUFFER_COUNT
 from offload.device import PASSED, DeviceMemory, Fence, Memory, elements_at, last_of
 from offload.slots import Slot
 from offload.state import state_tensors
@@ -88,16 +88,15 @@ class StreamedUpdate:
         """Start to copy to the device what is not there."""
         store, device = self._store, self._store.device
         staged = _Staged(group, slot, {}, self._next_buffer)
-        spec = store.plan.request.segments[group.segment]
-        offsets = staged_offsets(store.plan.request, spec, group)
-        for section in store.section_bytes(group):
+        offsets = store.sizes.staged(group)
+        sizes = store.section_bytes(group)
+        for section, size_bytes in sizes.items():
             if section is Section.GRADIENT and self._pieces_of(group.segment) is not None:
                 continue  # its caller keeps it, on the device
             memory = store.section_memory(group, section, slot)
             if isinstance(memory, DeviceMemory):
                 staged.memory[section] = memory
                 continue
-            size_bytes = store.section_bytes(group)[section]
             target = self._buffer(staged.buffer).sub(offsets[section], size_bytes)
             staged.memory[section] = target
             if self._is_blank(group, section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from estimators import (
     Section,
     SubGroup,
 )
-from estimators.records import section_bytes
+from estimators.records import section_bytes, staged_offsets
 from offload.arrays import clear_bytes
 from offload.copies import Copies
 from offload.device import (
@@ -38,6 +38,7 @@ from offload.pager import Pager, PagerFailedError
 from offload.residents import Residents
 from offload.slots import Slot, carve_slots
 from offload.transfers import SlotTransfers
+from offload.whole_records import WholeRecords
 
 _GRADIENT = frozenset({Section.GRADIENT})
 _MEASURED_BYTES = 16 << 20
@@ -107,14 +108,38 @@ class StoreParts:
         return self.engine.create_file(self.directory, size_bytes)
 
 
+class SubGroupSizes:
+    """Sizes of the sections of sub-groups, worked out once: every step asks for them."""
+
+    def __init__(self, plan: MemoryPlan) -> None:
+        self._plan = plan
+        self._sections: dict[int, Mapping[Section, int]] = {}
+        self._staged: dict[int, Mapping[Section, int]] = {}
+
+    def sections(self, group: SubGroup) -> Mapping[Section, int]:
+        """Return the bytes of each section, unpadded."""
+        if group.index not in self._sections:
+            request = self._plan.request
+            spec = request.segments[group.segment]
+            self._sections[group.index] = section_bytes(request, spec, group.numel)
+        return self._sections[group.index]
+
+    def staged(self, group: SubGroup) -> Mapping[Section, int]:
+        """Return where sections that do not rest on the device lie in a buffer of its update."""
+        if group.index not in self._staged:
+            request = self._plan.request
+            spec = request.segments[group.segment]
+            self._staged[group.index] = staged_offsets(request, spec, group)
+        return self._staged[group.index]
+
+
 class Store:
     """Allocates exactly what the plan says, once, and moves sections between tiers."""
 
     def __init__(self, plan: MemoryPlan, parts: StoreParts) -> None:
         self.plan = plan
-        self.ledger = parts.ledger
-        self.kernels = parts.kernels
-        self.device = parts.device
+        self.sizes = SubGroupSizes(plan)
+        self.ledger, self.kernels, self.device = parts.ledger, parts.kernels, parts.device
         self.device_kernels: DeviceKernels = load_device_kernels(parts.device.torch_device)
         """For what lies on a device that is not the host."""
         self.heap = HeapTrimmer()
@@ -148,10 +173,9 @@ class Store:
         self.slots: Sequence[Slot] = ()
         self.transfers: SlotTransfers | None = None
         self.copies = parts.kept.copies if parts.kept is not None else Copies()
-        if self.swap_file is not None and plan.slots.count:
-            self.slots = carve_slots(self.slot_arena, plan.slots)
-            self.transfers = _open_transfers(self, self.swap_file, parts)
-            self.pager = Pager(self.transfers, self.slots, self.ledger, burst=parts.burst)
+        _open_pager(self, parts)
+        self.whole_records = _open_whole_records(self, parts)
+        """What an optimizer of whole tensors keeps."""
         _describe(self.ledger, plan, parts.device)
 
     # Parameters
@@ -279,6 +303,7 @@ class Store:
             self.swap_file.close()
             self.swap_file = None
         self.slots = ()
+        self.whole_records.close()
         self.slot_arena.close()
         self.residents.close()
 
@@ -290,10 +315,9 @@ class Store:
             return slot.section(section)
         return self.residents.part(section, group)
 
-    def section_bytes(self, group: SubGroup) -> dict[Section, int]:
+    def section_bytes(self, group: SubGroup) -> Mapping[Section, int]:
         """Return the bytes of each section of a sub-group, unpadded."""
-        spec = self.plan.request.segments[group.segment]
-        return section_bytes(self.plan.request, spec, group.numel)
+        return self.sizes.sections(group)
 
     # Internals
 
@@ -357,6 +381,19 @@ def _open_transfers(store: Store, swap_file: TransferFile, parts: StoreParts) ->
         _measure_schedule(store.engine, swap_file, store.slot_arena)
     copies = parts.kept.copies if parts.kept is not None else None
     return SlotTransfers(store.engine, swap_file, store.ledger, verify=parts.verify, copies=copies)
+
+
+def _open_pager(store: Store, parts: StoreParts) -> None:
+    if store.swap_file is not None and store.plan.slots.count:
+        store.slots = carve_slots(store.slot_arena, store.plan.slots)
+        store.transfers = _open_transfers(store, store.swap_file, parts)
+        store.pager = Pager(store.transfers, store.slots, store.ledger, burst=parts.burst)
+
+
+def _open_whole_records(store: Store, parts: StoreParts) -> WholeRecords:
+    io = (parts.engine, store.swap_file)
+    copies = parts.kept.copies if parts.kept is not None else None
+    return WholeRecords(store.plan, io, store.ledger, verify=parts.verify, copies=copies)
 
 
 def _describe(ledger: Ledger, plan: MemoryPlan, device: Device) -> None:

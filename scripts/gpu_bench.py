@@ -1,26 +1,27 @@
-"""Whole training steps on one GPU, beside the peer's: one row of the table a call.
+"""Whole training steps on one GPU: one row of the table a call, ours.
 
     gpu_bench.py --row host-exact --out results        measures a row and writes results/ROW.json
     gpu_bench.py --merge results                       prints the table of all rows there
 
 A row names where optimizer state (and parameters) may rest and how much host memory there is. The
-model is Llama-shaped with 1.364 B parameters, batch 4 x 1024 tokens, bf16, clipping at 1.0. With
-`--peer PROGRAM` the peer's program for the same row runs before and after ours, its last line is
-JSON as that of `peer_deepspeed_gpu.py` in the issue's benchmarks.
+model is Llama-shaped with 1.364 B parameters, batch 4 x 1024 tokens, bf16, clipping at 1.0; with
+`--model transformers` it is the peer's, with its initial weights and tokens. Before and after
+rows that page, the drive is measured. `gpu_suite.py` runs rows beside the peer's program.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import io
 import json
-import os
-import shlex
+import pstats
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,132 +30,99 @@ import torch
 # With PYTHONSAFEPATH set, Python does not look for modules beside the script by itself.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_model import Llama, Shape
+import gpu_drive
+from gpu_model import Built, build_llama, build_transformers
+from gpu_process import MemoryWatch, mappings
+from gpu_rows import ROWS, Row, Sizes, make_config, planned_device_bytes, within_peer
+from gpu_table import merge
 
 import zero
-from offload import process_bytes
 
-GB = 1_000_000_000
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table."""
-
-    optimizer: str
-    parameters: str = "none"
-    host_memory: int | str = "auto"
-    device_memory: int | str = "auto"
-    state_format: str = "exact"
-    peer_case: str = "cpu"
-    checkpoints: bool = False
-    warm_up: int = 2
+Loss = Callable[[torch.nn.Module], torch.Tensor]
 
 
-ROWS = {
-    "host-exact": Row("cpu", device_memory=8 * GB),
-    "host-compact": Row("cpu", device_memory=8 * GB, state_format="compact"),
-    "nvme-18gb-exact": Row("nvme", host_memory=18 * GB, device_memory=8 * GB, peer_case="nvme"),
-    "nvme-4gb-exact": Row(
-        "nvme", host_memory=4 * GB, device_memory=8 * GB, peer_case="nvme", warm_up=1
-    ),
-    "nvme-4gb-compact": Row(
-        "nvme",
-        host_memory=4 * GB,
-        device_memory=8 * GB,
-        state_format="compact",
-        peer_case="nvme",
-        warm_up=1,
-    ),
-    "all-nvme-4gb-exact": Row(
-        "nvme", "nvme", host_memory=4 * GB, peer_case="nvme_param", checkpoints=True, warm_up=1
-    ),
-    "all-nvme-4gb-compact": Row(
-        "nvme",
-        "nvme",
-        host_memory=4 * GB,
-        state_format="compact",
-        peer_case="nvme_param",
-        checkpoints=True,
-        warm_up=1,
-    ),
-    "device-exact": Row("none", peer_case="none"),
-}
-
-
-def make_config(row: Row, nvme_path: str, batch: int, changes: list[str]) -> dict[str, Any]:
-    """Return the configuration of a row; `changes` are `key=value` of `tiers`."""
-    stage: dict[str, Any] = {"stage": 3}
-    for key, device in (("offload_optimizer", row.optimizer), ("offload_param", row.parameters)):
-        if device != "none":
-            stage[key] = {"device": device}
-            if device == "nvme":
-                stage[key]["nvme_path"] = nvme_path
-    tiers: dict[str, Any] = {
-        "host_memory": row.host_memory,
-        "device_memory": row.device_memory,
-        "state_format": row.state_format,
-    }
-    for change in changes:
-        name, _, value = change.partition("=")
-        tiers[name] = int(value) if value.isdigit() else value
-    return {
-        "train_micro_batch_size_per_gpu": batch,
-        "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": stage,
-        "tiers": tiers,
-    }
-
-
-def run_ours(options: argparse.Namespace, row: Row) -> dict[str, Any]:
+def run_ours(options: argparse.Namespace, row: Row, sizes: Sizes) -> dict[str, Any]:
     """Train a row and return what it took."""
-    shape = Shape(options.hidden, options.layers, options.vocabulary, options.length)
-    has_gpu = torch.cuda.is_available()
+    watch = MemoryWatch()
+    watch.note("imported")
+    train_plainly()
+    watch.note("torch has trained")
     begin = time.perf_counter()
-    torch.manual_seed(0)
-    with torch.device("cuda" if has_gpu else "cpu"):
-        torch.set_default_dtype(torch.bfloat16)
-        model = Llama(shape, checkpoints=row.checkpoints)
-        torch.set_default_dtype(torch.float32)
+    built = build(options, row, sizes)
     synchronize()
-    built = time.perf_counter()
-    baseline = process_bytes("VmRSS")["VmRSS"]  # with CUDA's own memory
+    made = time.perf_counter()
+    watch.note("model built")
     with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
-        config = make_config(row, folder, options.batch, options.tiers)
-        engine, _, _, _ = zero.initialize(model=model, config=config)
+        engine, _, _, _ = zero.initialize(
+            model=built.model, config=make_config(row, folder, options.batch, options.tiers)
+        )
         synchronize()
         ready = time.perf_counter()
-        generator = torch.Generator().manual_seed(1)
-        tokens = torch.randint(
-            0, options.vocabulary, (options.batch, options.length), generator=generator
-        ).to(engine.device)
+        watch.note("initialized")
         reset_peak()
-        start = process_bytes("VmRSS")["VmRSS"]
-        rows = [train_step(engine, tokens, options) for _ in range(row.warm_up + options.steps)]
+        rows = train(engine, built.loss, row, watch, options)
         outcome = summary(engine, rows[row.warm_up :])
-        outcome["rows"] = rows
-        outcome["startup_seconds"] = {"build": built - begin, "shard": ready - built}
-        outcome["rss_bytes"] = {
-            "before": baseline,
-            "start": start,
-            "peak": process_bytes("VmHWM")["VmHWM"],
+        outcome |= {
+            "rows": rows,
+            "startup_seconds": {"build": made - begin, "shard": ready - made},
+            "rss_bytes": {
+                "imported": watch.phases[0]["VmRSS"],
+                "before": watch.phases[2]["VmRSS"],
+                "peak": watch.peak_bytes(after="model built"),
+            },
+            "memory_phases": watch.phases,
+            "mappings": mappings(),
+            "plan": engine.plan.to_dict(),
         }
-        outcome["plan"] = engine.plan.to_dict()
         if options.profile:
-            outcome["profile"] = profile(engine, tokens)
+            profile(engine, built.loss, options)
         engine.destroy()
     return outcome
 
 
+def train_plainly() -> None:
+    """Train a step of a tiny model with torch alone, so that the libraries it needs are loaded.
+
+    What a process takes for them is no part of what tierzero takes.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = Sizes(hidden=128, layers=1, vocabulary=64, length=64, batch=1, fuses_norms=True)
+    built = build_llama(sizes, device, checkpoints=False)
+    built.loss(built.model).backward()  # type: ignore[no-untyped-call]
+    synchronize()
+
+
+def build(options: argparse.Namespace, row: Row, sizes: Sizes) -> Built:
+    """Return the model and what computes its loss."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.model == "transformers":
+        return build_transformers(sizes, device, checkpoints=row.checkpoints)
+    return build_llama(sizes, device, checkpoints=row.checkpoints)
+
+
+def train(
+    engine: zero.ZeroEngine,
+    loss_of: Loss,
+    row: Row,
+    watch: MemoryWatch,
+    options: argparse.Namespace,
+) -> list[dict[str, float]]:
+    """Run the steps of a row and return their seconds."""
+    found = []
+    count = row.warm_up + (options.steps or row.steps)
+    for step in range(1, count + 1):
+        found.append(train_step(engine, loss_of, options))
+        watch.note(f"step {step}")
+    return found
+
+
 def train_step(
-    engine: zero.ZeroEngine, tokens: torch.Tensor, options: argparse.Namespace
+    engine: zero.ZeroEngine, loss_of: Loss, options: argparse.Namespace
 ) -> dict[str, float]:
     """Run one step and return its seconds; phases are only known where they are waited for."""
     synchronize()
     times = [time.perf_counter()]
-    loss = engine(tokens)
+    loss = loss_of(engine)
     lap(times, waits=options.phases)
     engine.backward(loss)
     lap(times, waits=options.phases)
@@ -180,18 +148,26 @@ def summary(engine: zero.ZeroEngine, rows: list[dict[str, float]]) -> dict[str, 
     }
 
 
-def profile(engine: zero.ZeroEngine, tokens: torch.Tensor) -> str:
-    """Return the longest operations of one step, as torch's profiler sees them."""
+def profile(engine: zero.ZeroEngine, loss_of: Loss, options: argparse.Namespace) -> None:
+    """Write the time line of a step as torch's profiler sees it, and what the host did in one."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    engine.ledger.start_trace()
     with torch.profiler.profile(activities=kinds) as found:
-        engine.backward(engine(tokens))
-        engine.step()
-        synchronize()
-    key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    table: str = found.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=60)
-    return table
+        train_step(engine, loss_of, options)
+    found.export_chrome_trace(str(options.out / f"{options.row}.trace.json.gz"))
+    trace = options.out / f"{options.row}.ledger.json"
+    trace.write_text(json.dumps(engine.ledger.trace()), encoding="utf-8")
+    host = cProfile.Profile()
+    host.enable()
+    train_step(engine, loss_of, options)
+    host.disable()
+    text = io.StringIO()
+    for order in ("tottime", "cumulative"):
+        pstats.Stats(host, stream=text).sort_stats(order).print_stats(45)
+    path = options.out / f"{options.row}.host.txt"
+    path.write_text(text.getvalue(), encoding="utf-8")
 
 
 def lap(times: list[float], *, waits: bool) -> None:
@@ -213,95 +189,78 @@ def reset_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def run_peer(program: str, row: Row) -> dict[str, Any]:
-    """Run the peer's program for a row and return the last line of its output."""
-    done = subprocess.run(
-        [*shlex.split(program), row.peer_case],
-        env={**os.environ, "CKPT": "1" if row.checkpoints else ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        return {"failed": done.stderr[-2000:]}
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+def measure(options: argparse.Namespace, row: Row, sizes: Sizes) -> dict[str, Any]:
+    """Run a row, the drive measured before and after it, and return all that was found."""
+    outcome: dict[str, Any] = {"row": options.row, "command": sys.argv, "peer": None}
+    if options.peer is not None:
+        outcome["peer"] = json.loads(options.peer.read_text(encoding="utf-8"))
+        row = within_peer(row, sizes, outcome["peer"])
+    outcome["settings"] = vars(row)
+    pages = row.optimizer == "nvme" and not row.takes_peer_memory and options.drive_mebibytes
+    rates = [gpu_drive.measure(options.nvme, options.drive_mebibytes)] if pages else []
+    outcome["ours"] = ours = run_ours(options, row, sizes)
+    ours["planned_device_bytes"] = planned_device_bytes(row, sizes)
+    if rates:
+        rates.append(gpu_drive.measure(options.nvme, options.drive_mebibytes))
+        moved = {
+            way: sum(size for name, size in ours["ledger"]["nvme_bytes"].items() if way in name)
+            for way in ("read", "write")
+        }
+        if sum(moved.values()):
+            ours["drive"] = gpu_drive.compare(
+                rates, moved["read"], moved["write"], ours["median_seconds"]
+            )
+    return outcome
 
 
-def peer_seconds(outcome: dict[str, Any]) -> float | None:
-    """Return the median step of a peer's outcome, the first one left out."""
-    rows = outcome.get("rows", [])[1:]
-    return statistics.median(row[3] for row in rows) if rows else None
-
-
-def merge(folder: Path) -> str:
-    """Return the table of all rows in a folder, as Markdown."""
-    lines = [
-        "| row | ours, s | spread, s | peer, s | ratio | device peak, GB | RSS peak, GB"
-        " | start-up, s | in / out over the link, GB | NVMe read / written, GB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for path in sorted(folder.glob("*.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        ours = found["ours"]
-        peers = [each for each in map(peer_seconds, found.get("peers", [])) if each is not None]
-        peer = statistics.median(peers) if peers else None
-        seconds, ledger = ours["median_seconds"], ours["ledger"]
-        copied = ledger.get("copied_bytes", {})
-        nvme = ledger["nvme_bytes"]
-        cells = [
-            found["row"],
-            f"{seconds:.3f}",
-            " to ".join(f"{each:.3f}" for each in ours["spread_seconds"]),
-            f"{peer:.2f}" if peer else "-",
-            f"{peer / seconds:.1f}" if peer else "-",
-            f"{ours['device_peak_bytes'] / GB:.2f}",
-            f"{ours['rss_bytes']['peak'] / GB:.2f}",
-            f"{sum(ours['startup_seconds'].values()):.1f}",
-            f"{copied.get('in', 0) / GB:.1f} / {copied.get('out', 0) / GB:.1f}",
-            " / ".join(
-                f"{sum(size for name, size in nvme.items() if name.startswith(way)) / GB:.1f}"
-                for way in ("nvme read", "nvme write")
-            ),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Measure a row, or merge what was measured."""
+def parse() -> argparse.Namespace:
+    """Return what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--row", choices=ROWS)
     parser.add_argument("--merge", type=Path)
     parser.add_argument("--out", type=Path, default=Path())
-    parser.add_argument("--nvme", default=tempfile.gettempdir())
-    parser.add_argument("--peer", help="command of the peer's program; left out: ours alone")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--nvme", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--peer", type=Path, help="what the peer took (JSON): sets the budgets")
+    parser.add_argument("--model", choices=("own", "transformers"), default="own")
+    parser.add_argument("--steps", type=int, help="left out: 5, or 3 in rows of slow steps")
     parser.add_argument("--phases", action="store_true", help="wait between the phases of a step")
-    parser.add_argument("--profile", action="store_true", help="profile one step at the end")
+    parser.add_argument("--profile", action="store_true", help="profile two steps at the end")
     parser.add_argument("--tiers", nargs="*", default=[], metavar="KEY=VALUE")
     for name, value in (("hidden", 2048), ("layers", 24), ("vocabulary", 32000)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--host-memory", type=int, help="bytes, instead of the row's")
+    parser.add_argument("--device-memory", type=int, help="bytes, instead of the row's")
+    parser.add_argument("--drive-mebibytes", type=int, default=2048, help="0 measures no drive")
     options = parser.parse_args()
+    if options.merge is None and options.row is None:
+        parser.error("name a row with --row, or a folder with --merge")
+    return options
+
+
+def main() -> None:
+    """Measure a row, or merge what was measured."""
+    options = parse()
     if options.merge is not None:
         print(merge(options.merge))
         return
-    if options.row is None:
-        parser.error("name a row with --row, or a folder with --merge")
     row = ROWS[options.row]
-    outcome: dict[str, Any] = {"row": options.row, "command": sys.argv, "peers": []}
-    if options.peer:
-        outcome["peers"].append(run_peer(options.peer, row))
-    outcome["ours"] = run_ours(options, row)
-    if options.peer:
-        outcome["peers"].append(run_peer(options.peer, row))
+    for name in ("host_memory", "device_memory"):
+        if (value := getattr(options, name)) is not None:
+            row = replace(row, **{name: value})
+    sizes = Sizes(
+        options.hidden,
+        options.layers,
+        options.vocabulary,
+        options.length,
+        options.batch,
+        fuses_norms=options.model == "own",
+    )
     options.out.mkdir(parents=True, exist_ok=True)
+    outcome = measure(options, row, sizes)
     path = options.out / f"{options.row}.json"
     path.write_text(json.dumps(outcome, indent=1), encoding="utf-8")
-    print(outcome["ours"].pop("profile", ""))
-    print(json.dumps({key: value for key, value in outcome["ours"].items() if key != "plan"}))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
+from gpu_rows import Sizes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -112,3 +116,51 @@ def rotate(x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * turn[0] + turned * turn[1]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model on its device, and what computes its loss of a fixed batch."""
+
+    model: nn.Module
+    loss: Callable[[nn.Module], torch.Tensor]
+    """Of the model, or of what wraps it."""
+
+
+def build_llama(sizes: Sizes, device: torch.device, *, checkpoints: bool) -> Built:
+    """Return the model above, built on its device."""
+    shape = Shape(sizes.hidden, sizes.layers, sizes.vocabulary, sizes.length)
+    torch.manual_seed(0)
+    with device:
+        torch.set_default_dtype(torch.bfloat16)
+        model = Llama(shape, checkpoints=checkpoints)
+        torch.set_default_dtype(torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    batch = (sizes.batch, sizes.length)
+    tokens = torch.randint(0, sizes.vocabulary, batch, generator=generator).to(device)
+    return Built(model, lambda module: module(tokens))
+
+
+def build_transformers(sizes: Sizes, device: torch.device, *, checkpoints: bool) -> Built:
+    """Return the model, the initial weights and the tokens of the peer's program."""
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.inner,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.hidden // 128,
+        num_key_value_heads=sizes.hidden // 128,
+        vocab_size=sizes.vocabulary,
+        max_position_embeddings=sizes.length,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with device:
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    model.train()
+    generator = torch.Generator(device).manual_seed(1)
+    batch = (sizes.batch, sizes.length)
+    tokens = torch.randint(0, sizes.vocabulary, batch, device=device, generator=generator)
+    return Built(model, lambda module: module(input_ids=tokens, labels=tokens).loss)

@@ -3,20 +3,23 @@
     python scripts/kernel_bench.py --json kernels.json
 
 On the host the native kernels run on the threads that a single rank would use, beside torch's
-multi-threaded copy, torch's fused AdamW and, where it can be imported, DeepSpeed's CPU Adam. On a
-GPU the device kernels run beside a copy within the device. Rates count the bytes that must be read
-and written: parameter, gradient and state; a copy counts both sides. A copy on the host also reads
-the lines that it is about to write, which nobody counts; a pass in place does not, nor does an
-update, so both can be faster than the copy.
+multi-threaded copy, torch's fused AdamW and, with `--peer PYTHON`, DeepSpeed's CPU Adam in an
+interpreter that has it: a process of its own, which steps when its turn comes. On a GPU the device
+kernels run beside a copy within the device. Rates count the bytes that must be read and written:
+parameter, gradient and state; a copy counts both sides. A copy on the host also reads the lines
+that it is about to write, which nobody counts; a pass in place does not, nor does an update, so
+both can be faster than the copy.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -169,24 +172,60 @@ def torch_fused(numel: int) -> Try:
     return Try(run, touched_bytes(ElementType.FP32, StateFormat.FP32, numel), numel)
 
 
-def deepspeed_adam(numel: int) -> Try | str:
-    """Return DeepSpeed's CPU Adam on fp32 parameters, or why it cannot run."""
-    if importlib.util.find_spec("deepspeed") is None:
-        return "DeepSpeed is not installed"
-    try:
-        adam = importlib.import_module("deepspeed.ops.adam")
-        parameter = torch.nn.Parameter(torch.randn(numel).mul_(0.02))
-        optimizer = adam.DeepSpeedCPUAdam([parameter], lr=1e-3, weight_decay=0.01)
-    except Exception as error:  # noqa: BLE001  whatever keeps the peer from running is the answer
-        return f"DeepSpeed's CPU Adam cannot run: {error}"
-    parameter.grad = torch.randn(numel).mul_(1e-3)
+class Peer:
+    """DeepSpeed's CPU Adam on fp32 parameters, in an interpreter that has it."""
 
-    def run() -> float:
-        start = time.perf_counter()
-        optimizer.step()
-        return time.perf_counter() - start
+    def __init__(self, interpreter: str, numel: int, threads: int) -> None:
+        program = Path(__file__).with_name("kernel_bench_peer.py")
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        if Path(interpreter).resolve() != Path(sys.executable).resolve():
+            environment.pop("PYTHONPATH", None)
+            # Operators are built by programs that lie beside the interpreter.
+            own = str(Path(interpreter).absolute().parent)
+            environment["PATH"] = f"{own}{os.pathsep}{environment.get('PATH', '')}"
+        self.numel = numel
+        self._said = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  closed in close
+        self._process = subprocess.Popen(
+            [interpreter, str(program), str(numel), str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            env=environment,
+        )
+        self.versions = self._answer()
 
-    return Try(run, touched_bytes(ElementType.FP32, StateFormat.FP32, numel), numel)
+    def _answer(self) -> dict[str, Any]:
+        """Return the next line that is JSON: the operator's build prints others.
+
+        Raises:
+            RuntimeError: with the end of what the peer wrote, if it ended.
+        """
+        output = self._process.stdout
+        for line in output or ():
+            if line.startswith("{"):
+                found: dict[str, Any] = json.loads(line)
+                return found
+        code = self._process.wait()
+        self._said.seek(0)
+        raise RuntimeError(f"the peer ended with {code}: {self._said.read().strip()[-600:]}")
+
+    def tried(self) -> Try:
+        """Return a step as something to time."""
+        size_bytes = touched_bytes(ElementType.FP32, StateFormat.FP32, self.numel)
+        return Try(self._step, size_bytes, self.numel)
+
+    def _step(self) -> float:
+        if self._process.stdin is None:
+            raise RuntimeError("the peer has no input")
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        return float(self._answer()["seconds"])
+
+    def close(self) -> None:
+        """Let the peer end."""
+        self._process.communicate()
+        self._said.close()
 
 
 def timed_on_device(work: Callable[[], object]) -> float:
@@ -247,18 +286,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     tries.update({name: on_host(kernels, name, options.numel) for name in CASES})
     tries["torch fused AdamW"] = torch_fused(options.numel)
     notes = []
-    peer = deepspeed_adam(options.numel)
-    if isinstance(peer, str):
-        notes.append(peer)
+    peer = Peer(options.peer, options.numel, threads) if options.peer else None
+    if peer is not None:
+        tries["DeepSpeed CPU Adam"] = peer.tried()
+        notes.append(f"peer: DeepSpeed {peer.versions['deepspeed']} on {peer.versions['torch']}")
     else:
-        tries["DeepSpeed CPU Adam"] = peer
+        notes.append(
+            "no peer: give --peer PYTHON, the interpreter of an environment with DeepSpeed"
+        )
     results: dict[str, Any] = {
         "threads": threads,
         "torch": torch.__version__,
         "numel": options.numel,
         "host": by_turns(tries, options.rounds),
     }
-    del tries, peer
+    if peer is not None:
+        peer.close()
+    del tries
     if torch.cuda.is_available():
         device_kernels = load_device_kernels(torch.device("cuda"))
         count = options.device_numel
@@ -301,6 +345,7 @@ def main() -> None:
     parser.add_argument("--device-numel", type=int, default=1 << 28)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, help="by default those of a single rank")
+    parser.add_argument("--peer", help="an interpreter that can import DeepSpeed")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = measure(options)

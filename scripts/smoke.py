@@ -63,7 +63,11 @@ def check_step() -> str:
             config = {
                 "train_micro_batch_size_per_gpu": 4,
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-                "zero_optimization": {"stage": 3, **offloads},
+                "zero_optimization": {
+                    "stage": 3,
+                    "stage3_param_persistence_threshold": 0,
+                    **offloads,
+                },
                 "tiers": {"host_memory": "1MB" if device == "nvme" else "1GB"},
             }
             engine, _, _, _ = zero.initialize(model=model, config=config)

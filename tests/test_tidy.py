@@ -26,6 +26,7 @@ EXEMPT = {
     ("estimators/field.py", "prints"): "the field's functions print a table",
     ("aio_ops/tune/command.py", "prints"): "a command line",
     ("aio_ops/doctor/command.py", "prints"): "a command line",
+    ("tests/support/delays.py", "sleeps"): "its sleeps are the delays that are tested",
     ("zero/engine.py", "methods"): "mirrors the surface of the field's engine",
 }
 

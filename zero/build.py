@@ -9,16 +9,20 @@ from aio_ops import Engine
 from estimators import MemoryPlan, SegmentSpec
 from offload import KeptFile, Kernels, Ledger, Store, StoreParts, load_kernels
 from zero import machine
+from zero.coming import let_come
 from zero.comm import Communicator
-from zero.devices import move_buffers
+from zero.devices import join_devices, move_buffers
 from zero.durable import DurableRun
 from zero.gradients import GradientReducer
 from zero.materialize import InitFunction, seal_units
 from zero.planning import Blueprint
+from zero.reuse import PrefetchLimits
 from zero.runtime import Runtime
-from zero.schedule import PrefetchLimits, UnitScheduler
+from zero.schedule import UnitScheduler
+from zero.starting import StartProgress
 from zero.unit import Segment, Unit
 from zero.update_rules import MOMENTS
+from zero.whole import WholeOptimizer
 
 
 def build_runtime(
@@ -32,14 +36,24 @@ def build_runtime(
     """Allocate what the plan says and move the model's values there, or those of a durable run."""
     model = describe_model(blueprint.plan.memory.request.segments)
     communicator.agree(model, "zero.initialize with a model of its own")
+    join_devices(blueprint.device, communicator)
     kernels = load_kernels(thread_count=machine.thread_count(communicator.local_world_size))
     kept = durable.open_file(io, blueprint.plan) if durable is not None else None
     parts = _store_parts(blueprint, io, kernels, communicator, ledger, kept)
-    store = _make_store(blueprint.plan.memory, parts, communicator)
+    memory = blueprint.plan.memory
+    numels = [sum(each.numels) for each in memory.request.segments]
+    progress = StartProgress(len(blueprint.units), sum(numels))
+    store = _make_store(memory, parts, communicator)
+    progress.tiers_made(memory.host_bytes + memory.swap_file_bytes)
     settings = blueprint.settings
-    limits = PrefetchLimits(settings.prefetch_numel, settings.live_numel)
+    limits = PrefetchLimits(settings.prefetch_numel, settings.live_numel, settings.reuse_numel)
     try:
         units, segments = _make_units(blueprint, communicator)
+        let_come(units, store, communicator)
+        update = blueprint.optimizer.fused if blueprint.optimizer is not None else None
+        if isinstance(update, WholeOptimizer):
+            members = [member for segment in segments for member in segment.members]
+            update.attach(store.whole_records, members, communicator.rank)
         reducer = (
             GradientReducer(segments, store, kernels, communicator)
             if blueprint.optimizer is not None
@@ -57,12 +71,13 @@ def build_runtime(
                 store,
                 reducer,
                 limits,
+                communicator,
             ),
             blueprint.optimizer.fused.states if blueprint.optimizer is not None else MOMENTS,
         )
         if durable is not None:
             store.is_restored = durable.resume(store)
-        seal_units(runtime, init_fn)
+        seal_units(runtime, init_fn, progress)
         move_buffers(blueprint.units[0].module, blueprint.device.torch_device)
     except BaseException:
         store.close()
@@ -81,7 +96,7 @@ def _make_units(
         for spec, members in unit.segments:
             own.append(Segment(len(segments), spec, members, communicator))
             segments.append(own[-1])
-        units.append(Unit(index, unit.name, unit.module, own))
+        units.append(Unit(index, unit.name, unit.module, own, unit.router))
     return units, segments
 
 

@@ -147,6 +147,17 @@ def other_optimizer(optimizer: ZeroOptimizer | None, state: Mapping[str, Any] | 
     )
 
 
+def moments_go_on(optimizer: ZeroOptimizer | None, saved: Iterable[str]) -> bool:
+    """Tell whether the moments that were saved are those that the optimizer keeps.
+
+    A momentum that was saved by itself is no exp_avg whose exp_avg_sq is missing: AdamW would take
+    it for one of many steps, and divide it by the root of nothing.
+    """
+    if optimizer is None or not isinstance(optimizer.fused, FusedOptimizer):
+        return True
+    return set(saved) == set(optimizer.fused.states)
+
+
 def _encode(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values as JSON data; tensors have one element or none, so they go along."""
     found: dict[str, Any] = {}

@@ -72,7 +72,8 @@ def initialize(
     model = check_given(model)
     source = choose_config(config, config_params, getattr(args, "deepspeed_config", None))
     parsed = parse_config(source, model)
-    owns_group = init_distributed() or made_group_before(model)
+    on_processor = parsed.tiers is not None and parsed.tiers.device == "cpu"
+    owns_group = init_distributed("gloo" if on_processor else None) or made_group_before(model)
     communicator = Communicator()
     settings = parsed.settings(communicator.world_size)
     own_optimizer = make_optimizer(model, optimizer, model_parameters, settings.optimizer)

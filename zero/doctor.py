@@ -130,6 +130,8 @@ def distributed() -> Row:
     found = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in names.items())
     if not names["gloo"]:
         return warn("distributed", found, "several ranks need gloo; install another torch")
+    if torch.cuda.is_available() and not names["nccl"]:
+        return warn("distributed", found, "several ranks on GPUs need NCCL; install another torch")
     return ok("distributed", found)
 
 

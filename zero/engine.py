@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload import Ledger
+from offload import Ledger, read_ahead_states
 from zero.audit import begin_audit
 from zero.checkpoint.background import BackgroundSave
 from zero.checkpoint.engine_calls import CheckpointCalls
@@ -114,6 +114,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self._groups = blueprint.groups
         self._managed = {id(each): name for name, each in managed_parameters(runtime).items()}
         self._slots = find_slots(self.module, runtime)
+        runtime.scheduler.on_backward_begin = ModuleHook(self._read_ahead)
         runtime.scheduler.on_backward_end = ModuleHook(self._count_micro_batch)
         runtime.scheduler.on_backward_failure = ModuleHook(self._restart_window)
         runtime.scheduler.on_resize = ModuleHook(self._plan_anew)
@@ -224,12 +225,12 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             self._run_update(self.optimizer, norm)
             self._step_applied = True
         else:
-            self._skip_update(norm, reducer.not_finite)
+            self._skip_update(norm, reducer.norm.not_finite)
         self._restart_window()
         self.global_steps += 1
         self._global_samples += self.train_batch_size()
         self._close_step()
-        self.loss_scaler.update_scale(not math.isfinite(norm), reducer.not_finite)
+        self.loss_scaler.update_scale(not math.isfinite(norm), reducer.norm.not_finite)
         if self.lr_scheduler is not None and math.isfinite(norm):
             step_schedule(self.lr_scheduler)
         if self.durable is not None:
@@ -351,6 +352,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         if self.global_steps == 1:
             lines = memory_lines(self.plan.memory, self._runtime.store)
             self._first_step = [line.to_dict() for line in lines]
+            self._runtime.store.heap.trim()  # kernels were compiled
             warn_if_exceeded(lines)
 
     def _skip_update(self, norm: float, names: Sequence[str]) -> None:
@@ -365,6 +367,11 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             RuntimeWarning,
             stacklevel=3,
         )
+
+    def _read_ahead(self) -> None:
+        """Start reading what the update will need first, during the last backward before it."""
+        if self.optimizer is not None and self.is_gradient_accumulation_boundary():
+            read_ahead_states(self._runtime.store)
 
     def _count_micro_batch(self) -> None:
         """Count a backward that ended; a second one of the same forward is the same micro-batch.
@@ -439,7 +446,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             )
         self.wait_for_checkpoint()
         self._runtime.scheduler.recover()
-        if any(unit.is_held for unit in self._runtime.units):
+        if any(unit.is_held or unit.is_in_window for unit in self._runtime.units):
             raise RuntimeError(
                 "parameters can be resized, frozen and unfrozen outside of"
                 " zero.GatheredParameters blocks; leave the block before the next forward"

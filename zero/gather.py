@@ -16,8 +16,9 @@ from zero.nursery import NurserySource
 from zero.parameter import reference_of
 from zero.runtime import Runtime
 from zero.source import StoreSource
-from zero.unit import Segment, Unit, write_members
+from zero.unit import Segment, Unit
 from zero.units import ManagedParameter
+from zero.written import write_members
 
 
 class GatheredParameters:
@@ -40,6 +41,8 @@ class GatheredParameters:
         chosen = [params] if isinstance(params, torch.Tensor) else list(params)
         self._modifier_rank = modifier_rank
         self._units: list[tuple[Runtime, Unit]] = []
+        self._resting: list[tuple[Runtime, Unit]] = []
+        """Units of which only segments in place are asked for: nothing is gathered."""
         self._alone: list[NurserySource] = []
         """Parameters that no engine has yet."""
         self._before: dict[int, torch.Tensor] = {}
@@ -58,14 +61,19 @@ class GatheredParameters:
             if isinstance(source, StoreSource):
                 runtime = source.runtime
                 unit = runtime.units[source.unit_index]
-                if all(unit is not other for _, other in self._units):
-                    self._units.append((runtime, unit))
-        self._units.sort(key=lambda pair: pair[1].index)
+                found = self._resting if source.segment.is_in_place else self._units
+                if all(unit is not other for _, other in found):
+                    found.append((runtime, unit))
+        held = {id(unit) for _, unit in self._units}
+        self._resting = [pair for pair in self._resting if id(pair[1]) not in held]
+        for units in (self._units, self._resting):
+            units.sort(key=lambda pair: pair[1].index)
         self._check_rank()
 
     def _check_rank(self) -> None:
         modifier_rank = self._modifier_rank
         communicators = [runtime.communicator for runtime, _ in self._units]
+        communicators += [runtime.communicator for runtime, _ in self._resting]
         communicators += [source.communicator for source in self._alone]
         for communicator in communicators:
             if modifier_rank is not None and not 0 <= modifier_rank < communicator.world_size:
@@ -75,15 +83,19 @@ class GatheredParameters:
                 )
 
     def __enter__(self) -> Self:
-        for runtime in {id(runtime): runtime for runtime, _ in self._units}.values():
-            names = ", ".join(unit.name for _, unit in self._units)
-            runtime.communicator.join(f"gathering the parameters of units {names}")
+        chosen = [*self._units, *self._resting]
+        for runtime in {id(runtime): runtime for runtime, _ in chosen}.values():
+            names = [unit.name for _, unit in self._units]
+            names += [f"{unit.name} (in place)" for _, unit in self._resting]
+            runtime.communicator.join(f"gathering the parameters of units {', '.join(names)}")
         with ExitStack() as undo:
             self._open_alone(undo)
             for runtime, unit in self._units:
                 runtime.scheduler.hold(unit)
                 undo.callback(runtime.scheduler.drop, unit)
             undo.pop_all()
+        for _, unit in self._resting:
+            unit.window_depth += 1
         for runtime, segment in self._segments():
             segment.commit(runtime.store)
             self._versions[id(segment)] = segment.versions
@@ -113,6 +125,8 @@ class GatheredParameters:
                     lost.extend(member.name for member in changed)
                     self._undo(runtime, segment)
         finally:
+            for _, unit in self._resting:
+                unit.window_depth -= 1
             for runtime, unit in self._units:
                 runtime.scheduler.drop(unit)
         if lost and kind is None:
@@ -154,6 +168,10 @@ class GatheredParameters:
         for runtime, unit in self._units:
             for segment in unit.segments:
                 yield runtime, segment
+        for runtime, unit in self._resting:
+            for segment in unit.segments:
+                if segment.is_in_place:
+                    yield runtime, segment
 
     def _undo(self, runtime: Runtime, segment: Segment) -> None:
         """Put the stored values back."""

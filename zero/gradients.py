@@ -13,8 +13,6 @@ segments got anything; a rank that has nothing for one gives zeros.
 
 from __future__ import annotations
 
-import collections
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,14 +20,14 @@ import torch
 from estimators.summary import GRADIENT_SCRATCH
 from offload import Kernels, Ledger, Store
 from offload.arrays import torch_dtype
-from offload.device import PASSED, Fence
-from offload.ledger import Activity
+from offload.device import Fence
 from zero.comm import Communicator
-from zero.hooks import ModuleHook
+from zero.hooks import LastHooks, ModuleHook
 from zero.kept import KeptGradients
+from zero.norms import GradientNorm
 from zero.parameter import take_gradient
+from zero.passing import PassingGradients
 from zero.shown import ShownGradients
-from zero.squares import SquaredNorms
 from zero.unit import Segment
 
 
@@ -51,17 +49,11 @@ class GradientReducer:
         self._on_arrival: Callable[[], None] | None = None
         self._scratch: dict[int, torch.Tensor] = {}
         self._arrived: dict[int, set[int]] = {}
-        self._squares = SquaredNorms(segments, store, kernels)
-        self._leaving: collections.deque[tuple[torch.Tensor, Fence]] = collections.deque()
-        """Unsharded gradients that are being copied from a device, see [Note: copies]."""
-        self._names = {
-            member.order: member.name for segment in segments for member in segment.members
-        }
-        self._not_finite: list[str] = []
+        self._passing = PassingGradients(store, communicator)
         self.kept = KeptGradients(store, segments)
         self.shown = ShownGradients(store, segments, self.kept.keeps)
-        self._unmeasured: set[int] = set()
-        """Segments in which somebody has set gradients."""
+        self.hooks = LastHooks()
+        self.norm = GradientNorm(segments, store, kernels, communicator, self.kept)
 
     def register(self, on_arrival: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
         """Hook every parameter that gets gradients; `on_arrival` runs at each, inside backward.
@@ -78,8 +70,7 @@ class GradientReducer:
                     before = ModuleHook(self._before_arrival)
                     handles.append(member.parameter.register_hook(before))  # type: ignore[no-untyped-call]
                 collect = ModuleHook(self._arrive, segment, position)
-                handle = member.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
-                handles.append(handle)
+                handles.append(self.hooks.add(member.parameter, collect))
         return handles
 
     def flush(self, segments: Sequence[Segment] | None = None) -> None:
@@ -90,60 +81,38 @@ class GradientReducer:
         Args:
             segments: the segments to look at; all of them by default.
         """
-        looked_at = {segment.index for segment in segments or self._segments}
-        place = -1 if segments is None else min(looked_at, default=-1)
-        wanted = [
-            each.index in looked_at and each.index in self._scratch for each in self._segments
-        ]
-        union = self._communicator.union(place, wanted, "the end of a backward")
-        for segment, is_wanted in zip(self._segments, union, strict=True):
-            if is_wanted:
-                self._scratch_of(segment)
-                self._reduce(segment)
-            elif segment.index in looked_at:
-                self.kept.merge(segment)
+        looked_at = self._segments if segments is None else segments
+        arrived = {each.index for each in looked_at if each.index in self._scratch}
+        if self._communicator.world_size > 1:
+            place = -1 if segments is None else min((each.index for each in looked_at), default=-1)
+            arrived = _union(self._communicator, self._segments, place, arrived)
+            self._passing.finish()
+        for index in sorted(arrived):
+            self._reduce(self._all_segments[index])
+        for segment in looked_at:
+            self.kept.merge(segment)
         if segments is None:
-            self._let_leave(0)
+            self._passing.finish()
+            self._passing.let_leave(0)
             self.shown.show()
 
     def abandon(self) -> None:
         """Drop gradients that have arrived but are not reduced: their backward failed."""
         self._scratch.clear()
         self._arrived.clear()
-        self._let_leave(0)
+        self._passing.abandon()
         self.kept.abandon()
 
-    def has_pending(self) -> bool:
-        """Tell whether gradients wait for their reduction."""
-        return bool(self._scratch) or self.kept.is_arriving
+    def has_pending(self, segment: Segment | None = None) -> bool:
+        """Tell whether gradients wait for their reduction, or those of one segment."""
+        if segment is not None:
+            return segment.index in self._scratch
+        return bool(self._scratch) or self._passing.is_exchanging or self.kept.is_arriving
 
     def global_norm(self) -> float:
-        """Return the L2 norm of the accumulated gradients of all ranks, computed in fp64.
-
-        Squares are summed in parameter then rank order, see [Note: block norm]. A collective.
-        """
-        self._let_leave(0)
-        for segment in self._segments:
-            if self.kept.keeps(segment):
-                self._measure_kept(segment)
-            elif segment.index in self._unmeasured:
-                self._measure(segment)
-            if not self._store.has_gradient(segment.index):
-                self._squares.clear(segment)
-        self._communicator.join("a step")
-        rows = self._communicator.gather_rows(self._squares.rows())
-        bad = torch.nonzero(~torch.isfinite(rows).all(0)).reshape(-1).tolist()
-        self._not_finite = [self._names[order] for order in bad]
-        total = 0.0
-        for by_rank in rows.t().tolist():
-            for square in by_rank:
-                total += square
-        return math.sqrt(total) if total >= 0 else math.nan
-
-    @property
-    def not_finite(self) -> list[str]:
-        """Parameters whose gradient, on any rank, was not finite at the last `global_norm`."""
-        return self._not_finite
+        """Return the L2 norm of the accumulated gradients of all ranks, in fp64. A collective."""
+        self._passing.let_leave(0)
+        return self.norm.take()
 
     def _before_arrival(self, _gradient: torch.Tensor) -> None:
         """Clear what autograd must not add to: of a failed backward, or shown."""
@@ -188,14 +157,14 @@ class GradientReducer:
         scratch = self._scratch.get(segment.index)
         if scratch is None:
             self._make_room(segment)
-            self._let_leave(1)
+            waiting = {self._all_segments[each].spec.unit_index for each in self._scratch}
+            self._passing.make_room(is_crowded=bool(waiting - {0, segment.spec.unit_index}))
             dtype = torch_dtype(segment.spec.gradient)
             scratch = self._store.device.zeros(segment.layout.padded_numel, dtype)
             self._arrived[segment.index] = set()
             self._scratch[segment.index] = scratch
             held = sum(each.nbytes for each in self._scratch.values())
-            held += sum(each.nbytes for each, _ in self._leaving)
-            self._ledger.observe(GRADIENT_SCRATCH, held)
+            self._ledger.observe(GRADIENT_SCRATCH, held + self._passing.held_bytes)
         return scratch
 
     def _make_room(self, segment: Segment) -> None:
@@ -210,34 +179,27 @@ class GradientReducer:
                 return
             self._reduce(self._all_segments[next(iter(self._scratch))])
 
+    def reduce(self, segment: Segment) -> None:
+        """Reduce what has arrived for a segment, zeros where nothing has; a collective."""
+        self._passing.finish()
+        self._reduce(segment)
+
     def _reduce(self, segment: Segment) -> None:
+        self._scratch_of(segment)
         scratch = self._scratch.pop(segment.index)
         self._arrived.pop(segment.index, None)
         if not scratch.numel():
             return
-        with self._ledger.timing(Activity.COLLECTIVE):
-            shard = self._communicator.reduce_scatter_in_place(scratch)
-            if self._communicator.world_size > 1:
-                shard.div_(self._communicator.world_size)
-                self._store.heap.freed(scratch.nbytes)  # the copy that gloo reduced in
+        self._passing.reduce(segment, scratch, self._keep)
+
+    def _keep(self, segment: Segment, shard: torch.Tensor) -> Fence:
+        """Accumulate this rank's shard of the gradients of a segment, and measure it."""
         segment.dropped_gradients.clear()
         device = self._store.device
         with device.marking(f"gradients of {segment.spec.unit}"):
             fence = self._store.add_gradient(segment.index, device.memory_of(shard))
-            self._squares.measure_shard(segment, shard)
-        self._unmeasured.discard(segment.index)
-        if fence is not PASSED:
-            self._leaving.append((scratch, fence))
-
-    def _measure_kept(self, segment: Segment) -> None:
-        """Take the norms of gradients that are at their parameters now."""
-        self.kept.count(segment)
-        positions = range(len(segment.members))
-        self._squares.measure(segment, [self.kept.gradient(segment, each) for each in positions])
-
-    def note_set(self, segment: Segment) -> None:
-        """Have the norm of a segment's gradients taken anew at the step: somebody has set them."""
-        self._unmeasured.add(segment.index)
+            self.norm.measure(segment, shard)
+        return fence
 
     def store_all(self) -> None:
         """Put copies of the gradients at parameters into the shards, for those who read these."""
@@ -252,24 +214,20 @@ class GradientReducer:
         if self.kept.keeps(segment):
             self.kept.take_stored(segment)
         else:
-            self.note_set(segment)
+            self.norm.note_set(segment)
             self.shown.show()
 
     def drop(self) -> None:
         """Drop what is at the parameters, at the end of a window."""
-        self._unmeasured.clear()
+        self.norm.forget()
         self.kept.drop()
         self.shown.drop()
 
-    def _measure(self, segment: Segment) -> None:
-        device = self._store.device
-        shard = device.zeros(segment.layout.shard_numel, torch_dtype(segment.spec.gradient))
-        if shard.numel():
-            device.join(self._store.read_gradient(segment.index, device.memory_of(shard)))
-        self._squares.measure_shard(segment, shard)
-        self._unmeasured.discard(segment.index)
 
-    def _let_leave(self, count: int) -> None:
-        """Free unsharded gradients that were copied to host memory, all but the last `count`."""
-        while len(self._leaving) > count:
-            self._store.device.join(self._leaving.popleft()[1])
+def _union(
+    communicator: Communicator, segments: Sequence[Segment], place: int, own: set[int]
+) -> set[int]:
+    """Return the segments of which any rank has something; they tell each other in one vector."""
+    wanted = [segment.index in own for segment in segments]
+    union = communicator.union(place, wanted, "the end of a backward")
+    return {segment.index for segment, is_any in zip(segments, union, strict=True) if is_any}

@@ -6,7 +6,8 @@ and the version of the parameter there, so the buffer can be freed; `unpack` uns
 nobody has, and rebuilds the view. So any way into the graph finds the values, also one through a
 tensor that the module put elsewhere than in its output. torch skips its own check for in-place
 changes once hooks exist, so the guard makes it. Tensors elsewhere go to the hooks that were on top
-before (activation checkpointing, for one), or are kept as they are with their version.
+before (activation checkpointing, for one), or are kept with their version. They are kept detached:
+an operation that saves its own output would else keep itself, and with it its graph, for good.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ class SavedTensorGuard:
             )
         if below is not None:
             return _SavedByOthers(below[0](tensor), below[1])
-        return _SavedTensor(tensor, tensor._version)
+        version = tensor._version
+        return _SavedTensor(tensor if tensor.is_leaf else tensor.detach(), version)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _SavedByOthers):

@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class ModuleHook:
     """Calls a method of an engine's part as long as that part lives.
@@ -32,6 +34,34 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _nothing_hook, ()
+
+
+class LastHooks:
+    """Hooks that take gradients away, kept behind those that a user registers later.
+
+    torch runs the hooks of a parameter in the order in which they were registered.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[dict[int, Any], int]] = []
+
+    def add(
+        self, parameter: torch.Tensor, hook: Callable[..., None]
+    ) -> torch.utils.hooks.RemovableHandle:
+        """Call `hook` once the gradient of a parameter was accumulated; return its handle."""
+        handle: torch.utils.hooks.RemovableHandle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            hook
+        )
+        with torch._C.DisableTorchFunctionSubclass():
+            hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
+        self._kept.append((hooks, handle.id))
+        return handle
+
+    def move_back(self) -> None:
+        """Be behind what was registered since."""
+        for hooks, number in self._kept:
+            if number in hooks and next(reversed(hooks)) != number:
+                hooks[number] = hooks.pop(number)
 
 
 def do_nothing(*_: Any) -> None:

@@ -27,6 +27,7 @@ class KeptGradients:
         self._store = store
         self._segments = tuple(segments)
         self._arriving: set[int] = set()
+        self._keeps: dict[tuple[int, bool, bool], bool] = {}
 
     @property
     def is_arriving(self) -> bool:
@@ -34,15 +35,21 @@ class KeptGradients:
         return bool(self._arriving)
 
     def keeps(self, segment: Segment) -> bool:
-        """Tell whether the gradients of a segment stay at its parameters."""
-        return (
-            segment.is_in_place
-            and segment.spec.trainable
-            and not segment.is_replicated
-            and (self._store.device.is_host or self._store.plan.request.update_on_device)
-            and self._store.plan.segment_tier(segment.index, Section.GRADIENT) is Tier.DEVICE
-            and segment.spec.gradient is segment.spec.element
-        )
+        """Tell whether the gradients of a segment stay at its parameters.
+
+        It is asked for each gradient that arrives, so the answer is kept.
+        """
+        key = (segment.index, segment.is_in_place, segment.is_replicated)
+        if key not in self._keeps:
+            self._keeps[key] = (
+                segment.is_in_place
+                and segment.spec.trainable
+                and not segment.is_replicated
+                and (self._store.device.is_host or self._store.plan.request.update_on_device)
+                and self._store.plan.segment_tier(segment.index, Section.GRADIENT) is Tier.DEVICE
+                and segment.spec.gradient is segment.spec.element
+            )
+        return self._keeps[key]
 
     def arrive(self, segment: Segment) -> None:
         """Note a gradient of the running backward."""

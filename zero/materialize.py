@@ -17,6 +17,7 @@ from zero.nursery import NurserySource
 from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference, reference_of
 from zero.runtime import Runtime
 from zero.source import StoreSource
+from zero.starting import StartProgress
 from zero.unit import Segment, Unit
 
 InitFunction = Callable[[nn.Module], object]
@@ -58,7 +59,7 @@ def seal_segment(segment: Segment, store: Store, communicator: Communicator) -> 
         pieces.setdefault(piece.index, []).append((piece.first, piece.start, piece.numel))
     with torch.no_grad():
         for index, member in enumerate(segment.members):
-            values = _full_values(member.parameter, communicator)
+            values = _full_values(member.parameter, communicator, store.device.torch_device)
             for first, start, numel in pieces.get(index, []):
                 own = values[first : first + numel].to(target.device)
                 target[start : start + numel] = own.float()
@@ -71,14 +72,19 @@ def seal_segment(segment: Segment, store: Store, communicator: Communicator) -> 
     segment.attach(store)
 
 
-def _full_values(parameter: nn.Parameter, communicator: Communicator) -> torch.Tensor:
-    """Return the values of a parameter, flat: rank 0's, or those that `zero.Init` has sharded."""
+def _full_values(
+    parameter: nn.Parameter, communicator: Communicator, device: torch.device
+) -> torch.Tensor:
+    """Return the values of a parameter, flat: rank 0's, or those that `zero.Init` has sharded.
+
+    Rank 0's pass through the device, wherever each rank has built its model.
+    """
     reference = reference_of(parameter)
     if reference is not None and isinstance(reference.source, NurserySource):
         return reference.source.read().reshape(-1)
     values = parameter.detach().contiguous().reshape(-1)
     if communicator.world_size > 1:
-        values = values.clone()
+        values = values.to(device, copy=True)
         communicator.broadcast(values, 0)
     return values
 
@@ -90,7 +96,7 @@ def refer(runtime: Runtime, unit: Unit, segment: Segment) -> None:
         setattr(member.parameter, REFERENCE_ATTRIBUTE, ParameterReference(source))
 
 
-def seal_units(runtime: Runtime, init_fn: InitFunction | None) -> None:
+def seal_units(runtime: Runtime, init_fn: InitFunction | None, progress: StartProgress) -> None:
     """Materialise every module and seal every unit once its module is done, the root unit last.
 
     Children come before their parents, in the order in which a constructor builds them and
@@ -110,12 +116,13 @@ def seal_units(runtime: Runtime, init_fn: InitFunction | None) -> None:
         initialise_module(name, module, on_meta, init_fn)
         if id(module) in units:
             _seal_unit(runtime, units[id(module)])
+            progress.placed(units[id(module)].numel)
 
     walk(model, "")
     with torch.no_grad():
         for buffer in model.buffers():
             if runtime.communicator.world_size > 1:
-                values = buffer.contiguous()
+                values = buffer.to(runtime.store.device.torch_device).contiguous()
                 runtime.communicator.broadcast(values, 0)
                 buffer.copy_(values)
 

@@ -14,7 +14,7 @@ from torch import nn
 from estimators import command
 from estimators.field import ModelSize, size_of
 from estimators.models import ModelError, ModelShape, ParameterShape, model_of_config
-from zero.units import ELEMENTS, find_blocks
+from zero.units import ELEMENTS, find_blocks, owners_of
 
 
 def build_on_meta(source: str) -> nn.Module:
@@ -46,17 +46,9 @@ def shape_of(model: nn.Module, name: str) -> ModelShape:
     What two blocks share, or a block and the rest, belongs to the root. A model of transformers has
     a configuration; if it describes exactly these parameters, what it computes is known as well.
     """
-    owners: dict[int, set[str]] = {}
-    inside: set[int] = set()
-    for block, module in find_blocks(model):
-        for each in module.modules():
-            inside.add(id(each))
-            for parameter in each.parameters(recurse=False):
-                owners.setdefault(id(parameter), set()).add(block)
-    for module in model.modules():
-        if id(module) not in inside:
-            for parameter in module.parameters(recurse=False):
-                owners.setdefault(id(parameter), set()).add("")
+    blocks = find_blocks(model)
+    names = ["", *(name for name, _ in blocks)]
+    owners = owners_of(model, blocks)
     tables = {
         id(parameter)
         for module in model.modules()
@@ -66,7 +58,7 @@ def shape_of(model: nn.Module, name: str) -> ModelShape:
     parameters = []
     for path, parameter in model.named_parameters():
         found = owners[id(parameter)]
-        block = next(iter(found)) if len(found) == 1 else ""
+        block = names[next(iter(found))] if len(found) == 1 else ""
         shape = tuple(parameter.shape)
         is_table = id(parameter) in tables
         element, trains = ELEMENTS.get(parameter.dtype), parameter.requires_grad

@@ -12,8 +12,10 @@ import torch
 from estimators import GenericRule, UpdateRule
 from offload import GenericStep, UpdateScalars
 from zero.config.names import GENERIC_OPTIMIZERS as GENERIC_NAMES
+from zero.config.names import WHOLE_OPTIMIZERS as WHOLE_NAMES
 from zero.errors import ConfigError
 from zero.generic import GenericOptimizer
+from zero.muon import make_muon
 from zero.settings import NamedFactory
 from zero.update_rules import FUSED, NAMES, FusedOptimizer, fused_by_name, fused_of
 from zero.whole import WholeOptimizer, needs_whole_tensors
@@ -172,9 +174,14 @@ def make_optimizer(
     if named is None:
         return None
     fused = fused_by_name(named.type_name)
-    if fused is None and named.type_name in GENERIC_NAMES:
+    if fused is None and named.type_name in (*GENERIC_NAMES, *WHOLE_NAMES):
         groups = list(model_parameters) if model_parameters is not None else list(_trainable(model))
-        adopted = _adopt(_torch_optimizer(named, groups))
+        made_by_torch = (
+            make_muon(model, groups, named.parameters)
+            if named.type_name == "Muon"
+            else _torch_optimizer(named, groups)
+        )
+        adopted = _adopt(made_by_torch)
         _check_membership(model, adopted)
         return adopted
     if fused is None:
@@ -204,6 +211,8 @@ def rule_of(named: NamedFactory | None) -> UpdateRule | GenericRule:
     fused = fused_by_name(named.type_name)
     if fused is not None:
         return fused.rule
+    if named.type_name in WHOLE_NAMES:
+        return GenericRule(0)
     trial = torch.nn.Parameter(torch.zeros(1))
     return GenericOptimizer(_torch_optimizer(named, [trial])).rule
 

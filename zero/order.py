@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+LOG_LIMIT = 4096
+"""Uses that are remembered at most, the latest ones."""
+
+_CANDIDATES = 8
+"""Earlier places of one use that are looked at, the latest ones."""
 
 
 class Phase(enum.Enum):
@@ -13,35 +20,71 @@ class Phase(enum.Enum):
     BACKWARD = "backward"
 
 
-class RecordedOrder:
-    """Remembers which unit followed which; at most one successor for each unit and phase.
+Use = tuple[Phase, int]
 
-    Nothing follows the end of a backward: an update comes next, which would make what was read
-    ahead old.
+
+class RecordedOrder:
+    """Remembers in which order units were used, and follows the earlier place that is like now.
+
+    As long as uses repeat, that place moves on with them. Where they do not, it becomes the latest
+    one where the same unit was used in the same phase, after the same one before if there is such
+    a place: so what is common is predicted, and what is new is predicted the next time. Nothing
+    follows the end of a backward: an update comes next, which would make what was read ahead old.
     """
 
     def __init__(self) -> None:
-        self._successor: dict[tuple[Phase, int], tuple[Phase, int]] = {}
-        self._last: tuple[Phase, int] | None = None
+        self._log: list[Use] = []
+        self._places: dict[Use, collections.deque[int]] = {}
+        self._at: int | None = None
+        """Where the log is like now."""
 
     def visit(self, phase: Phase, unit: int) -> Iterator[int]:
-        """Record a use and yield the units that followed it last time, the nearest first.
+        """Record a use and yield the units that followed it earlier, the nearest first.
 
         A unit that is recomputed in its backward is used once.
         """
-        last = self._last
-        if last == (phase, unit) and phase is Phase.BACKWARD:
-            return self._following(phase, unit)
-        if last is not None and (last[0] is Phase.FORWARD or phase is Phase.BACKWARD):
-            self._successor[last] = (phase, unit)
-        self._last = (phase, unit)
-        return self._following(phase, unit)
+        use = phase, unit
+        if not (self._log and self._log[-1] == use and phase is Phase.BACKWARD):
+            self._record(use)
+        return self._following()
 
-    def _following(self, phase: Phase, unit: int) -> Iterator[int]:
-        at = (phase, unit)
-        for _ in range(len(self._successor)):
-            following = self._successor.get(at)
-            if following is None:
+    def distance(self, unit: int, numel_of: Callable[[int], int], limit: int) -> int | None:
+        """Return the elements that are used before a unit is again; None is not within a limit."""
+        between = 0
+        for following in self._following():
+            if following == unit:
+                return between
+            between += numel_of(following)
+            if between > limit:
+                return None
+        return None
+
+    def _record(self, use: Use) -> None:
+        if len(self._log) >= LOG_LIMIT:
+            self._forget_half()
+        last, log, at = (self._log[-1] if self._log else None), self._log, self._at
+        if at is not None and at + 1 < len(log) and log[at + 1] == use:
+            self._at = at + 1
+        else:
+            places = self._places.get(use, ())
+            alike = (each for each in reversed(places) if each and log[each - 1] == last)
+            self._at = next(alike, places[-1] if places else None)
+        self._places.setdefault(use, collections.deque(maxlen=_CANDIDATES)).append(len(log))
+        log.append(use)
+
+    def _forget_half(self) -> None:
+        gone = len(self._log) // 2
+        del self._log[:gone]
+        self._at = self._at - gone if self._at is not None and self._at >= gone else None
+        self._places.clear()
+        for place, use in enumerate(self._log):
+            self._places.setdefault(use, collections.deque(maxlen=_CANDIDATES)).append(place)
+
+    def _following(self) -> Iterator[int]:
+        if self._at is None:
+            return
+        for at in range(self._at, len(self._log) - 1):
+            (phase, _), (following, unit) = self._log[at : at + 2]
+            if phase is Phase.BACKWARD and following is Phase.FORWARD:
                 return
-            yield following[1]
-            at = following
+            yield unit

@@ -201,7 +201,11 @@ def configuration(choice: Choice, nvme_path: str) -> dict[str, Any]:
     """Return a configuration that trains as a choice says; `zero.config check` accepts it."""
     inputs = choice.inputs
     names = {tier: name for name, tier in TIERS.items()}
-    zero: dict[str, Any] = {"stage": inputs.stage}
+    zero: dict[str, Any] = {
+        "stage": inputs.stage,
+        "stage3_param_persistence_threshold": inputs.persistence.numel,
+        "stage3_model_persistence_threshold": inputs.persistence.total_numel,
+    }
     for key, tier in (
         ("offload_param", inputs.parameter_tier),
         ("offload_optimizer", inputs.optimizer_tier),

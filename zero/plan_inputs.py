@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from estimators import DriveRates, ElementType, StateFormat, Tier
+from estimators import DriveRates, ElementType, Persistence, StateFormat, Tier
 from estimators.activations import AttentionKind, Batch
 from estimators.command import is_function
 from estimators.fit import budget_of
@@ -18,6 +18,7 @@ from estimators.words import parse_bytes
 from zero import machine
 from zero.config import ConfigError, load_config
 from zero.config.loading import ConfigWarning
+from zero.config.zero_models import ZeroOptimization
 from zero.model_functions import build_on_meta, shape_of
 from zero.optimizer import rule_of
 from zero.planning import updates_on_device
@@ -108,6 +109,14 @@ def _bandwidths(options: argparse.Namespace, gpu: Gpu | None) -> Bandwidths:
     return found
 
 
+def default_persistence() -> Persistence:
+    """Return which parameters stay where no configuration says it."""
+    usual = ZeroOptimization()
+    return Persistence(
+        usual.stage3_param_persistence_threshold, usual.stage3_model_persistence_threshold
+    )
+
+
 def read_settings(path: str, world_size: int, hidden: int) -> Settings:
     """Return the settings of a configuration file, without its warnings.
 
@@ -132,7 +141,13 @@ def plan_inputs(options: argparse.Namespace, asked: Asked) -> PlanInputs:
         AttentionKind(options.attention),
         options.checkpointing,
     )
-    inputs = PlanInputs(asked.model, asked.node, batch, element=ELEMENTS[options.dtype or "bf16"])
+    inputs = PlanInputs(
+        asked.model,
+        asked.node,
+        batch,
+        element=ELEMENTS[options.dtype or "bf16"],
+        persistence=default_persistence(),
+    )
     given = None
     if options.config is not None:
         settings = read_settings(options.config, asked.node.world_size, asked.model.hidden)
@@ -189,6 +204,7 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         else tiers.device_memory_bytes // node.gpus,
         updates_on_device=updates_on_device(settings, rule),
         stage=settings.stage,
+        persistence=settings.persistence,
         rule=rule,
         format_overrides=tuple(
             (each.pattern, each.state_format) for each in tiers.format_overrides

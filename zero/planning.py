@@ -22,20 +22,30 @@ from estimators import (
     SegmentSpec,
     Tier,
     UpdateRule,
+    WholeTensors,
+    device_is_sooner,
     plan_placement,
 )
-from offload import Device, HostDevice, SwapDirectory, load_kernels, process_bytes
+from offload import (
+    Device,
+    HostDevice,
+    SwapDirectory,
+    load_kernels,
+    measure_update,
+    process_bytes,
+)
 from zero.budgets import drive_rates, node_budget, start_bytes, warn_if_beyond_machine
 from zero.comm import Communicator
 from zero.config import ZeroConfig, load_config
 from zero.config.autos import hidden_size_of
 from zero.devices import open_device
 from zero.errors import ConfigError, PlanError
+from zero.machine import thread_count
 from zero.optimizer import UpdateGroup, ZeroOptimizer, make_optimizer, update_groups
 from zero.settings import NvmeSettings, Settings
 from zero.state_formats import choose_formats
 from zero.swap_paths import check_paths, describe_paths
-from zero.units import UnitBlueprint, form_units
+from zero.units import Grouping, UnitBlueprint, form_units
 from zero.whole import WholeOptimizer
 
 NVME_ALIGNMENT_BYTES = 4096
@@ -195,17 +205,24 @@ def make_blueprint(
     """Decide units and placement, and check that the disk can hold the plan."""
     changes = changes or Changes()
     device = open_device(settings.tiers.device)
-    _check_device(device, settings, world_size)
+    _check_device(device, settings)
     groups = update_groups(optimizer, changes.births)
     units = form_units(
         model,
         [group.parameters for group in groups],
-        settings.element,
-        settings.gradient_element,
+        Grouping(
+            settings.element,
+            settings.gradient_element,
+            settings.persistence.where(
+                stage=settings.stage,
+                world_size=world_size,
+                parameter_tier=settings.parameter_offload.tier,
+                device_is_host=device.is_host,
+            ),
+        ),
         changes.numels,
         changes.replaced,
         choose_formats(model, settings),
-        world_size,
     )
     rates = (
         changes.recalled.rates
@@ -214,6 +231,7 @@ def make_blueprint(
     )
     ranks = world_size, local_world_size
     request = _placement_request(settings, optimizer, units, device, ranks, rates)
+    request = _choose_update_device(request, settings, device)
     budget, source = _budget(request, settings, local_world_size, changes.recalled)
     memory = plan_placement(request, budget)
     held = changes.recalled.held_bytes
@@ -268,17 +286,36 @@ def _placement_request(
         update_on_device=not device.is_host and updates_on_device(settings, rule),
         replicates=settings.stage < 3,
         rule=rule,
-        whole_bytes=_whole_bytes(optimizer, units, world_size),
+        whole=_whole_tensors(optimizer, units, world_size),
     )
 
 
-def _whole_bytes(
+def _whole_tensors(
     optimizer: ZeroOptimizer | None, units: Sequence[UnitBlueprint], world_size: int
-) -> int:
+) -> WholeTensors:
     if optimizer is None or not isinstance(optimizer.fused, WholeOptimizer):
-        return 0
+        return WholeTensors()
     members = [each for unit in units for _, members in unit.segments for each in members]
-    return optimizer.fused.assign(members, optimizer.param_groups, world_size)
+    return optimizer.fused.assign(members, optimizer.param_groups, world_size, NVME_ALIGNMENT_BYTES)
+
+
+def _choose_update_device(
+    request: PlacementRequest, settings: Settings, device: Device
+) -> PlacementRequest:
+    """Let the host update where that is measured to be sooner over, if the choice is "auto".
+
+    The rates of ranks differ, and those of one day from another's, but the plans of all ranks and
+    of all starts of a durable run must be alike: there the device updates.
+    """
+    is_free = settings.tiers.update_device == "auto" and request.update_on_device
+    if not is_free or request.world_size > 1 or request.durable:
+        return request
+    if request.optimizer_tier is Tier.DEVICE or not request.trains:
+        return request
+    rates = measure_update(device, request.state_format, thread_count(1))
+    if device_is_sooner(request, rates):
+        return request
+    return replace(request, update_on_device=False)
 
 
 def updates_on_device(settings: Settings, rule: UpdateRule | GenericRule) -> bool:
@@ -297,16 +334,11 @@ def updates_on_device(settings: Settings, rule: UpdateRule | GenericRule) -> boo
     return False
 
 
-def _check_device(device: Device, settings: Settings, world_size: int) -> None:
+def _check_device(device: Device, settings: Settings) -> None:
     if device.is_host and settings.tiers.update_device == "device":
         raise ConfigError(
             'tiers.update_device is "device", but the model computes on the processor; write "auto"'
             ' or "cpu"'
-        )
-    if world_size > 1 and not device.is_host:
-        raise ConfigError(
-            f"{world_size} ranks cannot train on {device.torch_device.type} in this version; start"
-            ' one rank, or set tiers.device to "cpu"'
         )
 
 

@@ -1,4 +1,4 @@
-"""Parameters that every rank has in full: stages 0 to 2.
+"""Parameters that every rank has in full: stages 0 to 2, and small ones that stay on the device.
 
 [Note: replicated] Each rank's shard is a part of its own flat buffer, so updating the shard changes
 the model, and whatever else is written there is a change in place. After an update each rank takes
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offload import Ledger
-from offload.ledger import Activity
+from offload.ledger import GATHERED, Activity
 
 if TYPE_CHECKING:
     from zero.unit import Segment
@@ -27,5 +27,6 @@ def gather_values(segment: Segment, ledger: Ledger) -> None:
         with ledger.timing(Activity.COLLECTIVE):
             communicator.agree(segment.index, f"the new values of unit {segment.spec.unit}")
             communicator.all_gather_in_place(segment.flat)
+        ledger.exchanged(GATHERED, segment.flat.nbytes, communicator.world_size)
     if segment.is_in_place:
         segment.accept_changes()

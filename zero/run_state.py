@@ -26,7 +26,7 @@ from zero.carried import describe_carried
 from zero.errors import ConfigError, RunStateError
 from zero.plain import dump_plain, from_plain, to_plain
 from zero.progress import progress, set_progress
-from zero.whole import describe_whole
+from zero.whole import LateTensor, describe_whole
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine
@@ -57,6 +57,8 @@ class RunState:
 
     data: dict[str, Any]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    late: Mapping[str, LateTensor] = field(default_factory=dict)
+    """Tensors that the data name as well, and that rest in records of whole tensors."""
 
     def to_json(self) -> str:
         """Return the data as JSON text, the same for the same state."""
@@ -105,6 +107,8 @@ class RestoreParts:
     optimizer: bool = True
     """Hyper-parameters, loss scaler and the updates that the optimizer has made."""
     scheduler: bool = True
+    moments: bool = True
+    """Whether saved moments are those of the optimizer that there is, so that they go on."""
 
 
 def capture(engine: ZeroEngine) -> RunState:
@@ -132,7 +136,11 @@ def capture(engine: ZeroEngine) -> RunState:
         "buffers": dict(other_state(engine.module)),
     }
     data = {key: to_plain(value, key, tensors) for key, value in plain.items()}
-    return RunState(data, tensors)
+    late: Mapping[str, LateTensor] = {}
+    if engine.optimizer is not None:
+        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        data["whole"], late = describe_whole(engine.optimizer.fused, names)
+    return RunState(data, tensors, late)
 
 
 def restore(
@@ -163,7 +171,7 @@ def restore(
     _note_world(engine, state, notes)
     schedule_goes_on = _note_schedule(engine, state, parts, notes)
     if parts.optimizer:
-        _restore_groups(engine, state, schedule_goes_on=schedule_goes_on, notes=notes)
+        _restore_groups(engine, state, (schedule_goes_on, parts.moments), notes)
         _restore_scaler(engine, state, notes)
     else:
         notes.append(
@@ -262,7 +270,6 @@ def _describe_optimizer(engine: ZeroEngine) -> dict[str, Any] | None:
             )
         ],
         "configured": engine.configured_groups,
-        "whole": describe_whole(optimizer.fused, names),
         "carried": describe_carried(optimizer, engine._groups, engine._runtime, engine._history),
     }
 
@@ -344,16 +351,22 @@ def _note_batch(engine: ZeroEngine, state: RunState, notes: list[str]) -> bool:
 
 
 def _restore_groups(
-    engine: ZeroEngine, state: RunState, *, schedule_goes_on: bool, notes: list[str]
+    engine: ZeroEngine, state: RunState, goes_on: tuple[bool, bool], notes: list[str]
 ) -> None:
-    """Restore hyper-parameters."""
+    """Restore hyper-parameters; `goes_on` tells of the schedule and of the moments."""
+    schedule_goes_on, moments_go_on = goes_on
     optimizer, saved = engine.optimizer, state.value("optimizer")
     if optimizer is None or saved is None:
         return
     if saved["type"] != optimizer.type_name:
+        what = (
+            "states of the same name are taken over"
+            if moments_go_on
+            else "they keep other moments, so it begins anew, at step 1 with moments of zero"
+        )
         notes.append(
-            f"optimizer: saved {saved['type']}, now {optimizer.type_name}: states of the same name"
-            " are taken over, others begin at zero; the hyper-parameters are those configured now"
+            f"optimizer: saved {saved['type']}, now {optimizer.type_name}: {what}; the"
+            " hyper-parameters are those configured now"
         )
         return
     if not _same_groups(engine, optimizer, saved["groups"]):

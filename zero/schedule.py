@@ -10,13 +10,10 @@ then, which covers units whose inputs need no gradient.
 
 from __future__ import annotations
 
-import collections
-import copy
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -24,13 +21,17 @@ import torch
 from torch import nn
 
 from estimators.summary import LIVE_PARAMETERS
-from offload import Store
+from offload import Store, pages_parameters
 from zero.coming import UnitAhead
+from zero.comm import Communicator
+from zero.experts import ExpertTurns
 from zero.gradients import GradientReducer
 from zero.guard import SavedTensorGuard
 from zero.hooks import ModuleHook
 from zero.memory import live_parameter_bytes
 from zero.order import Phase, RecordedOrder
+from zero.reuse import KeptUnits, PrefetchLimits
+from zero.structures import aliases, cloned, tensors_in
 from zero.unit import Unit
 
 _UNTIL_NEXT_FORWARD = -2
@@ -39,14 +40,6 @@ _UNTIL_NEXT_FORWARD = -2
 
 READ_AHEAD = "parameters read ahead (peak)"
 """What the ledger calls the most bytes that were read ahead of the unit in use."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchLimits:
-    """How many parameters may be read ahead."""
-
-    prefetch_numel: int
-    live_numel: int
 
 
 class UnitScheduler:
@@ -58,6 +51,7 @@ class UnitScheduler:
         store: Store,
         reducer: GradientReducer | None,
         limits: PrefetchLimits,
+        communicator: Communicator,
     ) -> None:
         self.units = tuple(units)
         self._limits = limits
@@ -65,14 +59,28 @@ class UnitScheduler:
         self._reducer = reducer
         self._order = RecordedOrder()
         self.ahead = UnitAhead()
+        self._turns = ExpertTurns(units, store, reducer, communicator)
         self._guard = SavedTensorGuard(self._require_for_backward)
         self._tokens: dict[int, list[object]] = {unit.index: [] for unit in units}
         self._tasks_with_callback: set[int] = set()
         self._handles: list[Any] = []
         self._forward_thread: int | None = None
+        self._forwards = 0
+        """Forwards of units that run, one inside another."""
+        self._copies = not store.device.is_host
+        """Whether what computes has memory of its own, into which parameters are copied."""
+        self._pages = False
+        """Whether parameters rest on NVMe."""
+        self._unsharded: dict[int, Unit] = {}
+        """Units that move and are unsharded, by index: few of them, whatever the model's depth."""
+        self._kept = KeptUnits(
+            self.units, store, self._order, limits, (self._unsharded, self.ahead)
+        )
         self._is_retired = False
         self.on_resize: Callable[[Any], None] | None = None
         """Gives a parameter of this runtime another shape."""
+        self.on_backward_begin: Callable[[], None] | None = None
+        """Called once a backward, where no parameters rest on NVMe: slots are spare then."""
         self.on_backward_end: Callable[[], None] | None = None
         """Called when a backward that delivered gradients has ended."""
         self.on_backward_failure: Callable[[], None] | None = None
@@ -80,8 +88,11 @@ class UnitScheduler:
 
     def install(self) -> None:
         """Register the hooks; units that never move get none."""
+        segments = range(len(self._store.plan.request.segments))
+        self._pages = any(pages_parameters(self._store, index) for index in segments)
+        self._handles.extend(self._turns.install())
         for unit in self.units:
-            if unit.moves:
+            if unit.moves or self._turns.surround(unit):
                 self._handles.append(
                     unit.module.register_forward_pre_hook(
                         ModuleHook(self._before_forward, unit), prepend=True, with_kwargs=True
@@ -100,6 +111,7 @@ class UnitScheduler:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._kept.drop_all()
 
     def retire(self) -> None:
         """Take all hooks off for good; those of a call that is under way do nothing."""
@@ -122,7 +134,7 @@ class UnitScheduler:
 
     @property
     def _in_forward(self) -> bool:
-        return any(unit.forward_depth for unit in self.units)
+        return self._forwards > 0
 
     def recover_if_idle(self) -> None:
         """Drop what a failed backward has left, if no forward and no backward runs."""
@@ -140,6 +152,7 @@ class UnitScheduler:
         if self._reducer is not None and self._reducer.has_pending():
             failed = True
             self._reducer.abandon()
+        self._turns.reset()
         self._guard.pop_all()
         self.ahead.drop(self._store)
         self._forward_thread = None
@@ -151,6 +164,8 @@ class UnitScheduler:
                 unit.forward_depth = 0
                 self._tokens[unit.index].clear()
                 self._release(unit)
+        self._kept.drop_all()
+        self._forwards = 0
         if failed and announce:
             warnings.warn(
                 "a backward failed; the gradients of this accumulation window are dropped",
@@ -174,13 +189,14 @@ class UnitScheduler:
                 " one state: give each thread its turn, or its own engine"
             )
         unit.forward_depth += 1
+        self._forwards += 1
         token = object()
         self._tokens[unit.index].append(token)
         self._guard.push()
         in_backward = torch._C._current_graph_task_id() != -1  # recomputed, for checkpointing
         self._acquire(unit, Phase.BACKWARD if in_backward else Phase.FORWARD)
         if torch.is_grad_enabled():
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors_in((args, kwargs)):
                 node = tensor.grad_fn
                 if node is not None:
                     node.register_prehook(ModuleHook(self._done, unit, token))
@@ -193,16 +209,19 @@ class UnitScheduler:
         if self._forward_thread != threading.get_ident():
             return output  # a pre-hook failed before ours ran, or ours refused this thread
         unit.forward_depth -= 1
+        self._forwards -= 1
         token = self._tokens[unit.index].pop()
         self._guard.pop()
         storages = {segment.flat.untyped_storage()._cdata for segment in unit.segments}
-        if any(_aliases(tensor, storages) for tensor in _tensors(output)):
-            output = _cloned(output, storages)
-        for tensor in _tensors(output):
+        if any(aliases(tensor, storages) for tensor in tensors_in(output)):
+            output = cloned(output, storages)
+        for tensor in tensors_in(output):
             node = tensor.grad_fn
             if node is not None:
                 node.register_prehook(ModuleHook(self._needed, unit, token))
-        self._release(unit)
+        self._release(unit, is_recomputed=torch._C._current_graph_task_id() != -1)
+        if not self._in_forward and not torch.is_grad_enabled():
+            self._kept.drop_all()
         return output
 
     def _needed(self, unit: Unit, token: object, _gradients: Any) -> None:
@@ -211,13 +230,16 @@ class UnitScheduler:
         task = torch._C._current_graph_task_id()
         unit.backward_tokens[token] = _UNTIL_NEXT_FORWARD if torch.is_grad_enabled() else task
         self._acquire(unit, Phase.BACKWARD)
+        self._turns.begin_backward(unit, token)
 
     def _done(self, unit: Unit, token: object, _gradients: Any) -> None:
         """End the backward of one forward instance: its gradients have all arrived."""
+        self._turns.end_backward(unit, token)
         if unit.backward_tokens.get(token, _UNTIL_NEXT_FORWARD) == _UNTIL_NEXT_FORWARD:
             return
         del unit.backward_tokens[token]
-        if not unit.backward_tokens and self._reducer is not None:
+        is_over = not unit.backward_tokens and not self._turns.take(unit)
+        if is_over and self._reducer is not None:
             self._reducer.flush(unit.segments)
         self._release(unit)
 
@@ -235,39 +257,51 @@ class UnitScheduler:
 
     def _acquire(self, unit: Unit, phase: Phase) -> None:
         self._unshard(unit)
-        self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes(self.units))
-        spare = self._limits.live_numel - sum(
-            each.numel for each in self.units if each.moves and each.is_unsharded
-        )
+        others = {each.index: each for each in (*self.ahead.sharded, *self._kept.units)}
+        present = {**others, **self._unsharded}
+        self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes([*present.values()]))
+        following = self._order.visit(phase, unit.index)
+        if not (self._pages or self._copies):
+            return
+        spare = self._limits.live_numel - sum(each.numel for each in self._unsharded.values())
         spare = min(spare, self._limits.prefetch_numel)
         ahead_bytes = 0
-        for position, predicted in enumerate(self._order.visit(phase, unit.index)):
-            following = self.units[predicted]
-            spare -= following.numel
+        is_next = True
+        for predicted in following:
+            unit_ahead = self.units[predicted]
+            if self._kept.is_ready(unit_ahead):
+                continue
+            spare -= unit_ahead.numel
             if spare < 0:
                 break
-            if not position and not self._store.device.is_host:
-                self.ahead.start(following, self._store)
-            if not self._read_ahead(following):
+            if is_next and self._copies:
+                self._kept.make_room(unit_ahead)
+                self.ahead.start(unit_ahead, self._store)
+            is_next = False
+            if not self._pages or not self._read_ahead(unit_ahead):
                 break
-            ahead_bytes += following.shard_bytes
+            ahead_bytes += unit_ahead.shard_bytes
             self._store.ledger.observe(READ_AHEAD, ahead_bytes)
 
     def _unshard(self, unit: Unit) -> None:
-        unit.unshard(self._store)
+        self._kept.make_room(unit)
+        if not self._turns.gather(unit):
+            unit.unshard(self._store)
+        if unit.moves:
+            self._unsharded[unit.index] = unit
         self._guard.watch(unit)
 
     def _read_ahead(self, unit: Unit) -> bool:
         """Start reading what a unit will need; tell whether slots may be left for the next one."""
         return all(self._store.read_ahead_parameters(segment.index) for segment in unit.segments)
 
-    def _release(self, unit: Unit) -> None:
+    def _release(self, unit: Unit, *, is_recomputed: bool = False) -> None:
         if not unit.is_held:
             self._guard.forget(unit)
-            held_bytes = unit.live_bytes
-            unit.reshard()
-            if self._store.device.is_host:
-                self._store.heap.freed(held_bytes)
+            self._unsharded.pop(unit.index, None)
+            self._kept.reshard(
+                unit, may_keep=not self._turns.take(unit), is_recomputed=is_recomputed
+            )
 
     def _queue_end_of_task(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -275,12 +309,18 @@ class UnitScheduler:
             return
         if self._tasks_with_callback and _is_outermost_backward():
             self.recover()  # no backward is around this one, so the earlier one failed
+        if self._reducer is not None:
+            self._reducer.hooks.move_back()
+        is_first = not self._tasks_with_callback
         self._tasks_with_callback.add(task)
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(ModuleHook(self._end_of_task, task))
+        if is_first and not self._pages and self.on_backward_begin is not None:
+            self.on_backward_begin()
 
     def _end_of_task(self, task: int) -> None:
         self._tasks_with_callback.discard(task)
+        self._turns.end_of_task(task)
         for unit in self.units:
             ended = [token for token, own in unit.backward_tokens.items() if own == task]
             for token in ended:
@@ -289,6 +329,7 @@ class UnitScheduler:
                 self._release(unit)
         if self._tasks_with_callback:
             return  # a nested backward; the outer one reduces
+        self._kept.drop_all()
         if self._reducer is not None:
             self._reducer.flush()
         if self.on_backward_end is not None:
@@ -312,60 +353,3 @@ def _backward_depth() -> int:
         depth += frame.f_code.co_name == "_engine_run_backward"
         frame = frame.f_back
     return depth
-
-
-def _children(item: Any) -> Iterator[Any]:
-    """Yield what a container or a plain object holds."""
-    if isinstance(item, dict):
-        yield from item.values()
-    elif isinstance(item, list | tuple | set | frozenset | collections.deque):
-        yield from item
-    if isinstance(item, nn.Module):
-        return
-    if hasattr(item, "__dict__"):
-        yield from vars(item).values()
-    for name in getattr(type(item), "__slots__", ()):
-        if hasattr(item, name):
-            yield getattr(item, name)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers and plain objects."""
-    pending = [value]
-    seen: set[int] = set()
-    while pending:
-        item = pending.pop()
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif (
-            item is not None
-            and not isinstance(item, str | bytes | int | float | type)
-            and id(item) not in seen
-        ):
-            seen.add(id(item))
-            pending.extend(_children(item))
-
-
-def _aliases(tensor: torch.Tensor, storages: set[int]) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages
-
-
-def _cloned(value: Any, storages: set[int]) -> Any:
-    """Return `value` with tensors on the given storages cloned; containers keep their class."""
-    if isinstance(value, torch.Tensor):
-        return value.clone() if _aliases(value, storages) else value
-    if not any(_aliases(tensor, storages) for tensor in _tensors(value)):
-        return value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cloned(item, storages) for item in value))
-    if isinstance(value, list | tuple | set | frozenset | collections.deque):
-        return type(value)(_cloned(item, storages) for item in value)
-    twin = copy.copy(value)
-    if isinstance(value, dict):
-        for key, item in value.items():
-            twin[key] = _cloned(item, storages)
-    for name in (*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())):
-        if hasattr(value, name):
-            object.__setattr__(twin, name, _cloned(getattr(value, name), storages))
-    return twin

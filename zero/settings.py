@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from estimators import ElementType, StateFormat, Tier
+from estimators import NOTHING_STAYS, ElementType, Persistence, StateFormat, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class TierSettings:
     verify: bool = False
     durable: DurableSettings | None = None
     keep_last_checkpoints: int | None = None
+    checkpoints_as_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,8 @@ class Settings:
     """Most parameters that are read ahead of their use."""
     live_numel: int = 1_000_000_000
     """Parameters unsharded and read ahead together; reading ahead ends there."""
+    reuse_numel: int = 0
+    """Elements of other units before the next use of one that is kept; 0 keeps none."""
     tiers: TierSettings = TierSettings()
     aio: AioSettings = AioSettings()
     optimizer: NamedFactory | None = None
@@ -124,5 +127,7 @@ class Settings:
     drop_last_batch: bool = False
     gradient_element: ElementType | None = None
     """Type that gradients accumulate in; None is the parameters' own."""
+    persistence: Persistence = NOTHING_STAYS
+    """Which small parameters stay unsharded on the device."""
     autocasts: bool = False
     """Whether forward runs under torch.autocast to bfloat16."""

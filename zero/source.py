@@ -285,7 +285,7 @@ class StoreSource(ShardSource):
             self.segment.dropped_gradients.discard(self.position)
             reducer = self.runtime.reducer
             if reducer is not None:
-                reducer.note_set(self.segment)
+                reducer.norm.note_set(self.segment)
         elif field in (Field.PARAMETER, Field.MASTER):
             self.segment.forget_value(self.position)
 
@@ -305,7 +305,7 @@ class StoreSource(ShardSource):
         write_range(self.runtime.store, self.segment_index, Field.GRADIENT, start, zeros)
         reducer = self.runtime.reducer
         if reducer is not None:
-            reducer.note_set(segment)
+            reducer.norm.note_set(segment)
 
 
 def share_pieces(source: ShardSource) -> None:

@@ -49,7 +49,7 @@ class SquaredNorms:
     def rows(self) -> torch.Tensor:
         """Return the squares by the order of the parameters, fp64, on the host."""
         if self._on_device:
-            sums = torch.cat(list(self._on_device.values())).tolist()
+            sums = torch.cat(list(self._on_device.values())).cpu().numpy()
             start = 0
             for order, blocks in self._on_device.items():
                 stop = start + blocks.numel()

@@ -19,7 +19,7 @@ master is needed was written, and only that is rounded.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -34,19 +34,16 @@ from offload import (
     Store,
     elements_at,
     has_field,
-    write_parameters,
-    write_parameters_on_device,
-    write_range,
 )
 from offload.arrays import torch_dtype
-from offload.ledger import Activity
 from zero.aliases import LateAliases, checksums, checksums_of
-from zero.coming import ComingParameters, read_flat
+from zero.coming import ComingParameters, gather_flat, read_flat
 from zero.comm import Communicator
 from zero.late import Checksums, differing
 from zero.replicated import gather_values
 from zero.seal import seal_all, sealed_like
-from zero.units import ManagedParameter
+from zero.units import ManagedParameter, Router
+from zero.written import write_members
 
 
 class UnitState(enum.Enum):
@@ -98,6 +95,8 @@ class Segment:
         self.late_differences: torch.Tensor | None = None
         """On a device, which parameters checksums showed to be written; [Note: late comparison]."""
         self.coming = ComingParameters(self)
+        self.change_count = 0
+        """Grows with every change of the values, on all ranks alike."""
         self._has_masters = False
         """Whether it rests in place and its masters elsewhere."""
         self._sums_hold = False
@@ -143,11 +142,13 @@ class Segment:
         """Read this rank's shard into the flat buffer and gather the others'."""
         if self.is_in_place:
             return
-        if not self.coming.take(store):
+        was_kept = self.coming.is_kept
+        is_here = self.coming.take(store)
+        if is_here and not was_kept:
+            return
+        if not is_here:
             self._device.join(read_flat(self, store))
-        with ledger.timing(Activity.COLLECTIVE):
-            self.communicator.agree(self.index, f"the parameters of unit {self.spec.unit}")
-            self.communicator.all_gather_in_place(self.flat)
+        gather_flat(self, ledger, is_whole=is_here)
 
     def expose(self) -> None:
         """Make the parameters plain: their values may be read now."""
@@ -159,10 +160,11 @@ class Segment:
             self._sums_hold = self._is_exposed = True
         self._versions = self.versions
 
-    def hide(self) -> None:
+    def hide(self, keeps_for: Store | None = None) -> None:
         """Empty the flat buffer; whoever still views it keeps it, and the segment takes a new one.
 
-        Autograd keeps no view of it, see [Note: saved-tensor guard], so the count is exact.
+        Autograd keeps no view of it, see [Note: saved-tensor guard], so the count is exact. With a
+        store the values stay for the next use, see [Note: kept parameters].
         """
         if self.is_in_place:
             return
@@ -174,7 +176,10 @@ class Segment:
         if aliased or not storage.resizable() or any(map(self._has_strayed, self.members)):
             self._renew()
             return
-        storage.resize_(0)
+        if keeps_for is not None:
+            self.coming.keep(keeps_for)
+        else:
+            storage.resize_(0)
         seal_all(self.parameters, self._sealed)
 
     def changed(
@@ -294,11 +299,13 @@ class Segment:
     def forget_value(self, position: int) -> None:
         """Tell autograd that one parameter changed, and take the change as known."""
         torch.autograd.graph.increment_version([self.members[position].parameter])
+        self.change_count += 1
         self.accept_changes(position)
 
     def forget_values(self) -> None:
         """Tell autograd that the values changed: a graph that saved the old ones must not run."""
         torch.autograd.graph.increment_version(self.parameters)
+        self.change_count += 1
         self._sums_hold = False
 
     def _has_strayed(self, member: ManagedParameter) -> bool:
@@ -330,38 +337,29 @@ class Segment:
         ]
 
 
-def write_members(segment: Segment, store: Store, members: Collection[ManagedParameter]) -> None:
-    """Store this rank's pieces of some parameters of a full flat buffer, and their masters.
-
-    [Note: whoever writes a parameter writes its residual]
-    """
-    own = segment.communicator.own_slice(segment.flat).detach()
-    if len(members) == len(segment.members):
-        if store.device.is_host:
-            write_parameters(store, segment.index, own.float().clone().numpy())
-        else:
-            write_parameters_on_device(store, segment.index, own.float().clone())
-        return
-    wanted = {member.order for member in members}
-    for piece in segment.pieces:
-        if segment.members[piece.index].order in wanted and piece.numel:
-            values = own[piece.start : piece.start + piece.numel].clone()
-            write_range(store, segment.index, Field.PARAMETER, piece.start, values)
-
-
 class Unit:
     """Parameters that are unsharded and resharded together."""
 
     def __init__(
-        self, index: int, name: str, module: nn.Module, segments: Sequence[Segment]
+        self,
+        index: int,
+        name: str,
+        module: nn.Module,
+        segments: Sequence[Segment],
+        router: Router | None = None,
     ) -> None:
         self.index = index
         self.name = name
         self.module = module
         self.segments = tuple(segments)
+        self.numel = sum(sum(segment.layout.numels) for segment in self.segments)
+        """Elements of the full parameters."""
+        self.router = router
         self.state = UnitState.SHARDED
         self.forward_depth = 0
         self.gather_depth = 0
+        self.window_depth = 0
+        """`GatheredParameters` windows of what rests in place, for which nothing is gathered."""
         self.backward_tokens: dict[object, int] = {}
         """Forward instances whose backward is running, with their graph task ids."""
 
@@ -380,9 +378,20 @@ class Unit:
         )
 
     @property
-    def numel(self) -> int:
-        """Elements of the full parameters."""
-        return sum(sum(segment.layout.numels) for segment in self.segments)
+    def full_bytes(self) -> int:
+        """Bytes of the flat buffers when all that is ever freed is in memory."""
+        return sum(
+            segment.layout.padded_numel * segment.flat.element_size()
+            for segment in self.segments
+            if not segment.is_in_place
+        )
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the full parameters are in memory for the next use."""
+        return self.moves and all(
+            segment.is_in_place or segment.coming.is_kept for segment in self.segments
+        )
 
     @property
     def shard_bytes(self) -> int:
@@ -395,6 +404,11 @@ class Unit:
     def is_unsharded(self) -> bool:
         """Whether the full parameters are in memory and count."""
         return self.state is UnitState.UNSHARDED
+
+    @property
+    def is_in_window(self) -> bool:
+        """Whether a `GatheredParameters` block is around it."""
+        return bool(self.gather_depth or self.window_depth)
 
     @property
     def is_held(self) -> bool:
@@ -441,8 +455,8 @@ class Unit:
         for segment in self.segments:
             segment.coming.drop(store)
 
-    def reshard(self) -> None:
-        """Free the full parameters.
+    def reshard(self, keeps_for: Store | None = None) -> None:
+        """Free the full parameters, or keep them for the next use if a store is given.
 
         Raises:
             RuntimeError: if a parameter was changed in place, because the change would be lost.
@@ -456,8 +470,10 @@ class Unit:
             for member in segment.lost_writes()
         ]
         for segment in self.segments:
-            segment.hide()
+            segment.hide(None if changed else keeps_for)
         self.move_to(UnitState.SHARDED)
+        if keeps_for is not None and not self.is_kept:
+            self.drop_prefetched(keeps_for)
         if changed:
             raise RuntimeError(
                 f"parameters {', '.join(changed)} were changed in place while unit {self.name} was"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from estimators import ElementType, SegmentSpec, StateFormat
+from estimators import NOTHING_STAYS, ElementType, Persistence, SegmentSpec, StateFormat
 from zero.errors import ConfigError
 from zero.nursery import NurserySource
 from zero.parameter import ShardedParameter, reference_of
@@ -23,6 +24,10 @@ ELEMENTS = {
     torch.bfloat16: ElementType.BF16,
     torch.float16: ElementType.FP16,
 }
+
+
+Router: TypeAlias = tuple[str, nn.Module]
+"""Name and module of what routes to experts: its forward calls them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,20 @@ class ManagedParameter:
     """Whether it required a gradient when the engine was made."""
     state_format: StateFormat | None = None
     """How its state is stored where that is not as for the rest of the model."""
+    is_persistent: bool = False
+    """Whether each rank keeps all of it on the device, see [Note: persistent parameters]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """What decides the segments of a unit beside the parameters themselves."""
+
+    element: ElementType | None = None
+    """Type to train in, or None to keep each parameter's own."""
+    gradient_element: ElementType | None = None
+    """Type to accumulate gradients in, or None for each parameter's own."""
+    persistence: Persistence = NOTHING_STAYS
+    """Which small parameters stay on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +68,43 @@ class UnitBlueprint:
     name: str
     module: nn.Module
     segments: tuple[tuple[SegmentSpec, tuple[ManagedParameter, ...]], ...]
+    router: Router | None = None
+    """What routes to it, if it is an expert."""
 
 
-def find_blocks(model: nn.Module, world_size: int = 1) -> list[tuple[str, nn.Module]]:
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the repeated blocks: children of one container that share a class and hold parameters.
 
-    The outermost repetition counts; blocks within a block belong to it. Experts, which are the
-    children of a container whose name says so, are blocks on one rank alone: several ranks route
-    differently, but must unshard the same things at the same time, so there experts belong to what
-    is around them.
+    The outermost repetition counts; blocks within a block belong to it, but for its experts, which
+    are the children of a container whose name says so: these are blocks of their own, after it.
     """
+    return _repeated("", model, is_inside=False)
+
+
+def router_of(model: nn.Module, block: str) -> Router | None:
+    """Return the module whose forward calls a block, if that is an expert."""
+    path, _, _ = block.rpartition(".")
+    if not _holds_experts(path):
+        return None
+    while path:
+        path, _, _ = path.rpartition(".")
+        module = model.get_submodule(path)
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict):  # these have no forward
+            break
+    return path or ROOT_NAME, model.get_submodule(path)
+
+
+def _holds_experts(path: str) -> bool:
+    return "expert" in path.rpartition(".")[2].lower()
+
+
+def _repeated(path: str, root: nn.Module, *, is_inside: bool) -> list[tuple[str, nn.Module]]:
+    """Return the blocks below a module; inside of a block only experts are."""
     blocks: list[tuple[str, nn.Module]] = []
-    pending: list[tuple[str, nn.Module]] = [("", model)]
+    pending = [(f"{path}." if path else "", root)]
     while pending:
         prefix, module = pending.pop(0)
-        if world_size > 1 and "expert" in prefix.rstrip(".").rpartition(".")[2].lower():
-            continue
+        counts = not is_inside or _holds_experts(prefix.rstrip("."))
         is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         children = [
             (f"{prefix}{name}", child)
@@ -73,8 +113,10 @@ def find_blocks(model: nn.Module, world_size: int = 1) -> list[tuple[str, nn.Mod
         ]
         classes = [type(child) for _, child in children]
         for name, child in children:
-            if is_container and classes.count(type(child)) > 1:
+            if is_container and counts and classes.count(type(child)) > 1:
                 blocks.append((name, child))
+                if not is_inside:
+                    blocks += _repeated(name, child, is_inside=True)
             else:
                 pending.append((f"{name}.", child))
     return blocks
@@ -83,67 +125,76 @@ def find_blocks(model: nn.Module, world_size: int = 1) -> list[tuple[str, nn.Mod
 def form_units(
     model: nn.Module,
     groups: Sequence[Sequence[nn.Parameter]],
-    element: ElementType | None,
-    gradient_element: ElementType | None = None,
+    grouping: Grouping,
     numels: Mapping[int, int] | None = None,
     replaced: object = None,
     format_of: Callable[[str, nn.Parameter], StateFormat | None] = lambda *_: None,
-    world_size: int = 1,
 ) -> list[UnitBlueprint]:
-    """Return the units of a model, the root unit first; a shared parameter belongs to the root.
+    """Return the units of a model, the root unit first, to which shared parameters belong.
 
     Args:
         model: the model, on the CPU or on `meta`.
         groups: parameters of each optimizer parameter group.
-        element: type to train in, or None to keep each parameter's own.
-        gradient_element: type to accumulate gradients in, or None for each parameter's own.
+        grouping: types to train in, and which parameters stay on the device.
         numels: elements of parameters that are about to be resized, by their id.
         replaced: the runtime that holds the parameters now and is about to be replaced, or None.
         format_of: tells from a parameter's name and the parameter how its state is stored, None
             being as in the rest of the model.
-        world_size: ranks that share the model, see `find_blocks`.
 
     Raises:
         ConfigError: if a parameter has a type that cannot be trained, or shares memory.
     """
     _check_shared_memory(model)
-    blocks = find_blocks(model, world_size)
-    owners = _owners(model, [block for _, block in blocks])
+    blocks = find_blocks(model)
+    owners = owners_of(model, blocks)
     group_of = {id(each): index for index, group in enumerate(groups) for each in group}
-    members: list[list[ManagedParameter]] = [[] for _ in range(len(blocks) + 1)]
-    for order, (name, parameter) in enumerate(model.named_parameters()):
-        if not _is_managed(name, parameter, replaced):
-            continue
-        units = owners[id(parameter)]
-        members[units.copy().pop() if len(units) == 1 else 0].append(
-            ManagedParameter(
-                name,
-                parameter,
-                order,
-                element or _element_of(name, parameter),
-                group_of.get(id(parameter), -1) if parameter.requires_grad else -1,
-                parameter.requires_grad,
-                format_of(name, parameter),
-            )
+    managed = [
+        ManagedParameter(
+            name,
+            parameter,
+            order,
+            grouping.element or _element_of(name, parameter),
+            group_of.get(id(parameter), -1) if parameter.requires_grad else -1,
+            parameter.requires_grad,
+            format_of(name, parameter),
         )
+        for order, (name, parameter) in enumerate(model.named_parameters())
+        if _is_managed(name, parameter, replaced)
+    ]
+    sizes = [(numels or {}).get(id(each.parameter), each.parameter.numel()) for each in managed]
+    members: list[list[ManagedParameter]] = [[] for _ in range(len(blocks) + 1)]
+    for each, stays in zip(managed, grouping.persistence.choose(sizes), strict=True):
+        units = owners[id(each.parameter)]
+        chosen = 0 if stays or len(units) > 1 else next(iter(units))
+        members[chosen].append(replace(each, is_persistent=stays))
     named = [(ROOT_NAME, model), *blocks]
     return [
         UnitBlueprint(
             name,
             module,
-            tuple(_segments(index, name, members[index], (gradient_element, numels or {}))),
+            tuple(
+                _segments(index, name, members[index], (grouping.gradient_element, numels or {}))
+            ),
+            router_of(model, name),
         )
         for index, (name, module) in enumerate(named)
-        if members[index] or index == 0
+        if members[index] or index == 0 or any(at.startswith(f"{name}.") for at, _ in blocks)
     ]
 
 
-def _owners(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, set[int]]:
-    """Return the units (0 is the root) whose modules hold each parameter, by its id."""
+def owners_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[int, set[int]]:
+    """Return the units (0 is the root) whose modules hold each parameter, by its id.
+
+    What belongs to a block within a block does not belong to the outer one.
+    """
     units_of_module: dict[int, set[int]] = {}
-    for index, block in enumerate(blocks, start=1):
-        for module in block.modules():
+    for index, (name, block) in enumerate(blocks, start=1):
+        inner = {id(module) for at, module in blocks if at.startswith(f"{name}.")}
+        pending = [block]
+        while pending:
+            module = pending.pop()
             units_of_module.setdefault(id(module), set()).add(index)
+            pending += [child for child in module.children() if id(child) not in inner]
     owners: dict[int, set[int]] = {}
     for module in model.modules():
         units = units_of_module.get(id(module), {0})
@@ -197,13 +248,17 @@ def _segments(
     members: Iterable[ManagedParameter],
     choices: tuple[ElementType | None, Mapping[int, int]],
 ) -> list[tuple[SegmentSpec, tuple[ManagedParameter, ...]]]:
-    """Split a unit's parameters by type, trainability and parameter group, in stable order."""
+    """Split a unit's parameters by type, trainability and parameter group, in stable order.
+
+    Those that stay on the device are apart from those that do not.
+    """
     gradient_element, resized = choices
-    keyed: dict[tuple[ElementType, int, StateFormat | None], list[ManagedParameter]] = {}
+    keyed: dict[tuple[ElementType, int, StateFormat | None, bool], list[ManagedParameter]] = {}
     for member in members:
         has_other = member.element is ElementType.BF16 and member.param_group >= 0
         kept = member.state_format if has_other else None
-        keyed.setdefault((member.element, member.param_group, kept), []).append(member)
+        key = member.element, member.param_group, kept, member.is_persistent
+        keyed.setdefault(key, []).append(member)
     return [
         (
             SegmentSpec(
@@ -218,10 +273,11 @@ def _segments(
                 param_group=max(group, 0),
                 gradient_element=gradient_element,
                 state_format=kept,
+                persistent=stays,
             ),
             tuple(chosen),
         )
-        for (element, group, kept), chosen in keyed.items()
+        for (element, group, kept, stays), chosen in keyed.items()
     ]
 
 

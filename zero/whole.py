@@ -3,25 +3,31 @@
 [Note: whole optimizers] Adafactor's factors, LAMB's norms and Muon's orthogonal steps depend on a
 whole tensor. So in a step each parameter's fp32 master and gradient are gathered, one parameter at
 a time; the owner runs the optimizer's own step on them, on the host; the new master goes back to
-the shards of all ranks. What the optimizer keeps of a parameter stays with its owner, as torch made
-it, in host memory: it is of any shape, so it has no place in a record. Its bytes, found by a trial
-for each shape, are part of the plan. A parameter keeps its owner for as long as the engine lives.
+the shards of all ranks. What the optimizer keeps of a parameter stays with its owner: tensors of
+any shape in a record of their own, in memory or on NVMe [Note: whole records], other values here.
+Their bytes, found by a trial for each shape, are part of the plan. A parameter keeps its owner for
+as long as the engine lives.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from estimators import GenericRule
+from estimators import GenericRule, WholeTensors, align_up
 from offload import Field
 from offload.ledger import Activity
+from offload.spool import Spool, SpooledArray
+from offload.whole_records import Form, WholeRecords, record_bytes
 from zero.errors import ConfigError
 from zero.generic import bare_copy, refuse_side_effects, run_step
 from zero.parameter import reference_of
+from zero.plain import NotPlainError, from_plain, to_plain
 from zero.runtime import Runtime
 from zero.source import ShardSource
 from zero.units import ManagedParameter
@@ -36,6 +42,12 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(kind, "needs_whole_tensors", kind.__name__.lower() in _NAMES))
 
 
+State = dict[str, Any]
+
+Waiting = dict[int, tuple[dict[str, Any], list[tuple[Form, SpooledArray]]]]
+"""By id of the parameter: the values, and the tensors, of a record that no store holds."""
+
+
 class WholeOptimizer:
     """An optimizer object that is run on whole parameters, and the state that this rank owns."""
 
@@ -44,22 +56,33 @@ class WholeOptimizer:
         self.rule = GenericRule(0)
         self.states: Mapping[str, Field] = {}
         self.defaults = dict(optimizer.defaults)
-        self.kept: dict[int, dict[str, Any]] = {}
-        """State by id of the parameter, of those that this rank owns."""
         self.owners: dict[int, int] = {}
         self._worker = bare_copy(optimizer)
         self._sizes: dict[tuple[int, torch.Size], int] = {}
+        self._record_bytes: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        """Names of the records that this rank owns, by id of the parameter, in order."""
+        self._records: WholeRecords | None = None
+        self._values: dict[int, dict[str, Any]] = {}
+        """What is kept beside tensors, by id of the parameter."""
+
+    @property
+    def records(self) -> WholeRecords:
+        """The records of the store that is in use."""
+        if self._records is None:
+            raise RuntimeError(f"{self.name} has no store yet")
+        return self._records
 
     def assign(
         self,
         members: Sequence[ManagedParameter],
         groups: Sequence[Mapping[str, Any]],
         world_size: int,
-    ) -> int:
-        """Give every parameter an owner, and return the bytes that the fullest rank needs.
+        alignment_bytes: int,
+    ) -> WholeTensors:
+        """Give every parameter an owner, and return what the fullest rank needs.
 
-        Owners are balanced by elements. The bytes are those of the state, and of the master and
-        the gradient of the largest parameter.
+        Owners are balanced by elements.
 
         Raises:
             ConfigError: if the optimizer cannot run on a parameter.
@@ -75,39 +98,181 @@ class WholeOptimizer:
             owner = self.owners.setdefault(key, loads.index(min(loads)))
             loads[owner] += numel
             index = index_of[key]
-            sizes[owner] += self._state_bytes(index, groups[index], each) if numel else 0
+            size = self._state_bytes(index, groups[index], each) if numel else 0
+            size = align_up(size, alignment_bytes)
+            self._record_bytes[key] = size
+            sizes[owner] += size
         largest = max((each.parameter.numel() for each in trained), default=0)
-        return max(sizes) + 2 * 4 * largest
+        return WholeTensors(
+            2 * 4 * largest, max(self._record_bytes.values(), default=0), max(sizes)
+        )
+
+    def attach(self, records: WholeRecords, members: Sequence[ManagedParameter], rank: int) -> None:
+        """Keep state in the records of a new store, which are empty, from now on."""
+        self._records, self._names, self._values = records, {}, {}
+        names = {id(each.parameter): each.name for each in members}
+        for key, owner in self.owners.items():
+            if owner == rank and self._record_bytes.get(key) and key in names:
+                self._names[key] = f"{names[key]} (whole)"
+                records.admit(self._names[key], self._record_bytes[key])
+
+    def owns(self, key: int) -> bool:
+        """Tell whether this rank keeps the state of a parameter."""
+        return key in self._names
+
+    def start_reading(self, key: int) -> None:
+        """Begin to read what this rank owns of a parameter."""
+        if key in self._names:
+            self.records.start_reading(self._names[key])
 
     def step(self, key: int, group: Mapping[str, Any], master: Tensor, gradient: Tensor) -> None:
         """Update a master that this rank owns, in place."""
-        self.kept[key] = run_step(self._worker, group, (master, gradient), self.kept.get(key, {}))
+        self.keep(key, run_step(self._worker, group, (master, gradient), self.state_of(key)))
+
+    def state_of(self, key: int) -> State:
+        """Return what is kept of a parameter, which the caller may change and then keeps."""
+        if key not in self._names:
+            return {}
+        return {**self._values.get(key, {}), **self.records.take(self._names[key])}
+
+    def keep(self, key: int, state: Mapping[str, Any]) -> None:
+        """Keep the state of a parameter that this rank owns."""
+        if key not in self._names:
+            if state:
+                raise RuntimeError(f"{self.name} kept nothing of this parameter when it was tried")
+            return
+        tensors = {name: each for name, each in state.items() if isinstance(each, Tensor)}
+        self._values[key] = {name: each for name, each in state.items() if name not in tensors}
+        self.records.put(self._names[key], tensors)
+
+    def recall(self, key: int, values: dict[str, Any], forms: Sequence[Form]) -> None:
+        """Take what a commit says of a record, whose bytes are there."""
+        self._values[key] = values
+        self.records.recall(self._names[key], tuple(forms))
+
+    def forget(self) -> None:
+        """Let no parameter have state."""
+        self._values = {}
+        for name in self._names.values():
+            self.records.recall(name, ())
+
+    def owned(self) -> dict[int, tuple[dict[str, Any], tuple[Form, ...]]]:
+        """Return the values, and the forms of tensors, of what has state, by id."""
+        found = {}
+        for key, name in self._names.items():
+            values, forms = self._values.get(key, {}), self.records.forms(name)
+            if values or forms:
+                found[key] = (values, forms)
+        return found
 
     def _state_bytes(self, index: int, group: Mapping[str, Any], member: ManagedParameter) -> int:
-        """Return what is kept of a parameter, found by running on another of its shape."""
+        """Return the record of a parameter, found by running on another of its shape."""
         shape = member.parameter.shape
         if (index, shape) not in self._sizes:
-            state: dict[str, Any] = {}
+            state: State = {}
             master = torch.ones(shape)
+            largest = 0
             try:
                 for _ in range(_TRIAL_STEPS):
                     before = dict(vars(self._worker))
                     state = run_step(self._worker, group, (master, torch.ones(shape)), state)
                     refuse_side_effects(self._worker, group, before)
+                    tensors = {n: each for n, each in state.items() if isinstance(each, Tensor)}
+                    largest = max(largest, record_bytes(tensors))
             except Exception as error:
                 raise ConfigError(
                     f"optimizer {self.name} cannot run on {member.name} of shape {tuple(shape)}:"
                     f" {type(error).__name__}: {error}"
                 ) from error
-            tensors = [each for each in state.values() if isinstance(each, Tensor)]
-            self._sizes[index, shape] = sum(each.nbytes for each in tensors)
+            self._sizes[index, shape] = max(largest, 1)
         return self._sizes[index, shape]
 
 
-def describe_whole(update: object, names: Mapping[int, str]) -> list[list[Any]]:
-    """Return name and state of what this rank owns."""
-    kept = update.kept if isinstance(update, WholeOptimizer) else {}
-    return [[names[key], state] for key, state in kept.items() if key in names]
+def leave_whole(update: object, spool: Spool) -> Waiting:
+    """Return copies of all state, to be adopted once there is another store."""
+    waiting: Waiting = {}
+    if not isinstance(update, WholeOptimizer):
+        return waiting
+    for key, (values, forms) in update.owned().items():
+        tensors = update.state_of(key)
+        waiting[key] = (values, [(f, spool.put(tensors[f[0]].reshape(-1))) for f in forms])
+    return waiting
+
+
+def adopt_whole(update: object, waiting: Waiting) -> None:
+    """Keep what another store had."""
+    for key, (values, arrays) in waiting.items():
+        if isinstance(update, WholeOptimizer) and update.owns(key):
+            tensors = {form[0]: array.read().view(form[2]) for form, array in arrays}
+            update.keep(key, {**values, **tensors})
+
+
+def describe_whole(
+    update: object, names: Mapping[int, str]
+) -> tuple[list[list[Any]], dict[str, LateTensor]]:
+    """Return name and state of what this rank owns as plain data, and its tensors, not read yet."""
+    found: list[list[Any]] = []
+    tensors: dict[str, LateTensor] = {}
+    if not isinstance(update, WholeOptimizer):
+        return found, tensors
+    for key, (values, forms) in update.owned().items():
+        if key not in names:
+            continue
+        inside: dict[str, Tensor] = {}
+        plain = {name: to_plain(each, name, inside) for name, each in values.items()}
+        if inside:
+            raise NotPlainError(
+                f"the state of {names[key]} holds tensors inside of a container; keep tensors by"
+                " names of their own"
+            )
+        for form in forms:
+            late = LateTensor(update, key, form)
+            tensors[f"whole/{names[key]}/{form[0]}"] = late
+            plain[form[0]] = {"$tensor": f"whole/{names[key]}/{form[0]}"}
+        described = [[name, _dtype_name(dtype), list(shape)] for name, dtype, shape in forms]
+        found.append([names[key], plain, described])
+    return found, tensors
+
+
+def recall_whole(
+    update: object, described: Sequence[Sequence[Any]], keys: Mapping[str, int]
+) -> None:
+    """Take what a commit says of the records, whose bytes are where they were; `keys` by name."""
+    if not isinstance(update, WholeOptimizer):
+        return
+    for name, plain, forms in described:
+        inside = {form[0] for form in forms}
+        values = {key: from_plain(each, {}) for key, each in plain.items() if key not in inside}
+        found = [(key, getattr(torch, dtype), tuple(shape)) for key, dtype, shape in forms]
+        update.recall(keys[name], values, found)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, eq=False)
+class LateTensor:
+    """A tensor of a record, read when it is asked for."""
+
+    update: WholeOptimizer
+    key: int
+    form: Form
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its type."""
+        return self.form[1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.form[2]
+
+    def read(self) -> Tensor:
+        """Return it, until another record is read."""
+        found: Tensor = self.update.state_of(self.key)[self.form[0]]
+        return found
 
 
 def update_whole(
@@ -123,6 +288,13 @@ def update_whole(
     store = runtime.store
     store.require_intact()
     group_of = {id(each): group for group in groups for each in group["params"]}
+    order = [
+        id(member.parameter)
+        for segment in runtime.segments
+        if segment.spec.trainable
+        for member in segment.members
+    ]
+    following = dict(itertools.pairwise(key for key in order if whole.owns(key)))
     moved: list[str] = []
     try:
         for segment in runtime.segments:
@@ -133,9 +305,13 @@ def update_whole(
                 if reference is None or not member.parameter.numel():
                     continue
                 key = id(member.parameter)
+                whole.start_reading(key)
                 _update_one(runtime, reference.source, whole, (key, group_of[key]), grad_scale)
+                if key in following:
+                    whole.start_reading(following[key])
                 moved.append(member.name)
             segment.forget_values()
+        whole.records.settle()
     except BaseException as error:
         store.device.settle()
         store.fail(

@@ -30,6 +30,7 @@ def main() -> None:
     model = nn.Sequential(*(nn.Sequential(Adapted(nn.Linear(64, 64)), nn.Tanh()) for _ in range(6)))
     nvme = {"device": "nvme", "nvme_path": path}
     stage = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme, "sub_group_size": 4096}
+    stage["stage3_param_persistence_threshold"] = 0  # so small a model would stay in memory
     config = {
         "train_micro_batch_size_per_gpu": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},

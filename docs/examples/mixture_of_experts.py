@@ -39,6 +39,7 @@ def main() -> None:
     model = nn.Sequential(*(Mixture(32, 8) for _ in range(4)))
     nvme = {"device": "nvme", "nvme_path": path}
     stage = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme, "sub_group_size": 4096}
+    stage["stage3_param_persistence_threshold"] = 0  # so small a model would stay in memory
     config = {
         "train_micro_batch_size_per_gpu": 16,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -48,8 +49,7 @@ def main() -> None:
     engine, *_ = zero.initialize(model=model, config=config)
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(engine.global_rank))
     for step in range(20):
-        loss = (engine(x) - x.roll(1, -1)).square().mean()
-        engine.backward(loss)
+        loss = engine.backward((engine(x) - x.roll(1, -1)).square().mean())
         engine.step()
         if step % 19 == 0:
             print(f"rank {engine.global_rank}, step {step}: loss {loss.item():.4f}")

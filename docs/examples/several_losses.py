@@ -25,6 +25,7 @@ def main() -> None:
             "offload_param": on_nvme,
             "offload_optimizer": on_nvme,
             "sub_group_size": 1024,
+            "stage3_param_persistence_threshold": 0,  # so small a model would stay in memory
         },
         "tiers": {"host_memory": "64KB"},
     }

@@ -35,14 +35,35 @@ def mounted(directory: Path, kind: str, *options: str, source: str = "none") -> 
 @contextlib.contextmanager
 def mounted_ext4(parent: Path, size_bytes: int) -> Iterator[Path]:
     """Make and mount an ext4 file system in a file."""
-    maker = shutil.which("mkfs.ext4", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    with _mounted_image(parent, "ext4", size_bytes, "-m", "0") as directory:
+        yield directory
+
+
+@contextlib.contextmanager
+def mounted_sharing(parent: Path) -> Iterator[Path]:
+    """Make and mount a file system whose files can share bytes: XFS or btrfs, whichever is here."""
+    if _maker("xfs"):
+        with _mounted_image(parent, "xfs", 320 << 20, "-m", "reflink=1") as directory:
+            yield directory
+    else:
+        with _mounted_image(parent, "btrfs", 256 << 20) as directory:
+            yield directory
+
+
+def _maker(kind: str) -> str | None:
+    return shutil.which(f"mkfs.{kind}", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+
+
+@contextlib.contextmanager
+def _mounted_image(parent: Path, kind: str, size_bytes: int, *options: str) -> Iterator[Path]:
+    maker = _maker(kind)
     if maker is None:
-        pytest.skip("there is no mkfs.ext4 here")
+        pytest.skip(f"there is no mkfs.{kind} here")
     image = parent / "image"
     with image.open("wb") as file:
         file.truncate(size_bytes)
-    subprocess.run([maker, "-q", "-m", "0", str(image)], check=True)
-    with mounted(parent / "ext4", "ext4", "loop", source=str(image)) as directory:
+    subprocess.run([maker, "-q", *options, str(image)], check=True)
+    with mounted(parent / kind, kind, "loop", source=str(image)) as directory:
         yield directory
 
 

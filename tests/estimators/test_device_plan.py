@@ -18,7 +18,7 @@ from estimators import (
     plan_placement,
 )
 from estimators.placement import PlanError
-from estimators.records import DEVICE_BUFFER_COUNT, STAGED_BYTES, section_bytes
+from estimators.records import DEVICE_BUFFER_COUNT, STAGED_BYTES
 
 MILLION = 1_000_000
 GB = 1_000_000_000
@@ -56,13 +56,19 @@ def tiers(plan: MemoryPlan, section: Section) -> list[Tier | None]:
     return [plan.segment_tier(index, section) for index in range(len(plan.request.segments))]
 
 
-def test_sub_groups_fit_a_staging_buffer() -> None:
-    plan = plan_placement(request(), Budget(GB))
-    for group in plan.sub_groups:
-        spec = plan.request.segments[group.segment]
-        assert sum(section_bytes(plan.request, spec, group.numel).values()) <= STAGED_BYTES
+@pytest.mark.parametrize("parameters", [Tier.DEVICE, Tier.HOST])
+def test_what_a_device_updates_fits_a_buffer_and_fills_it(parameters: Tier) -> None:
+    plan = plan_placement(request(parameters), Budget(GB))
     assert len(plan.by_segment[1]) > 1
-    assert 0 < plan.device_buffer_bytes <= STAGED_BYTES
+    assert 0.7 * STAGED_BYTES < plan.device_buffer_bytes <= STAGED_BYTES
+    largest = max(group.numel for group in plan.sub_groups)
+    line_bytes = 2 + 10 + (2 if parameters is Tier.HOST else 0)  # gradient, state, parameter
+    assert largest * line_bytes <= STAGED_BYTES < 2 * largest * line_bytes
+
+
+def test_what_the_host_updates_for_a_device_fits_its_staging() -> None:
+    plan = plan_placement(request(update_on_device=False), Budget(GB))
+    assert 0 < plan.staging_bytes <= STAGED_BYTES
 
 
 def test_what_rests_on_the_host_is_not_used_in_place() -> None:

@@ -13,12 +13,14 @@ from tests.conftest import direct_io_directory
 ROOT = Path(__file__).resolve().parents[2]
 INDEX = tomllib.loads((ROOT / "tests" / "field" / "index.toml").read_text(encoding="utf-8"))
 THEME_B = {f"B{number}" for number in (1, 2, 3, 4, 5, 7, 8, 10, 11, 12, 13, 14, 15)}
+THEME_C = {f"C{number}" for number in (1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12)}
+GRAPHS_AND_NUMBERS = {"E7", "E8", "E10", "G1", "G2", "G3", "G4", "G6", "G7", "G8", "G9"}
 NEVER_RUN = {"skip", "skipif", "xfail", "full"}
 CONDITIONS = {"nvme", "gpu", "parametrize", "timeout"}
 
 
 def test_every_report_is_listed() -> None:
-    assert set(INDEX) >= THEME_B
+    assert set(INDEX) >= THEME_B | THEME_C | GRAPHS_AND_NUMBERS
     for report, entry in INDEX.items():
         assert set(entry) == {"report", "tests"}, report
         assert entry["tests"], report

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
 
 from estimators import ElementType, StateField, StateFormat, record_layout
-from offload import StateArrays, load_device_kernels, state_tensors, update_sub_group
-from offload.kernels_device import triton_unavailable_reason
+from offload import (
+    StateArrays,
+    add_block_sums,
+    load_device_kernels,
+    state_tensors,
+    update_sub_group,
+)
+from offload.kernels_device import check_apart, triton_unavailable_reason
 from offload.rules import AdamWScalars
 from tests.support.device_kernels import to_tensor
 from tests.support.kernels import HYPERPARAMETERS, make_kernels, ordinary
@@ -91,3 +99,33 @@ def test_tensors_that_do_not_go_together_are_refused() -> None:
         kernels.adamw_fp32(np.ones(100, np.float32), *rest, scalars)
     with pytest.raises(ValueError, match="first_index"):
         kernels.block_sums(whole, -1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_overlaps_what_is_written_is_found(seed: int) -> None:
+    chance = random.Random(seed)
+    whole = torch.zeros(64)
+    bounds = [sorted(chance.choices(range(65), k=2)) for _ in range(chance.randint(2, 4))]
+    tensors = {f"t{at}": whole[low:high] for at, (low, high) in enumerate(bounds)}
+    written = chance.randint(1, len(bounds))
+    overlaps = any(
+        max(low, other[0]) < min(high, other[1])
+        for at, (low, high) in enumerate(bounds[:written])
+        for other in bounds[:at] + bounds[at + 1 :]
+        if low < high and other[0] < other[1]
+    )
+    refused = False
+    try:
+        check_apart(tensors, written)
+    except ValueError:
+        refused = True
+    assert refused == overlaps
+
+
+def test_sums_of_blocks_are_added_one_after_another() -> None:
+    sums = np.random.default_rng(0).random(10_001) ** 20
+    total = 0.0
+    for each in sums.tolist():
+        total += each
+    assert add_block_sums(sums) == total != float(np.sum(sums))
+    assert add_block_sums([]) == 0.0

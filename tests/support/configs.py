@@ -27,7 +27,12 @@ def make_config(
     stage: int = 3,
 ) -> dict[str, Any]:
     """Return a ZeRO configuration; an offload of "none" leaves its section out."""
-    section: dict[str, Any] = {"stage": stage, "sub_group_size": sub_group_size}
+    section: dict[str, Any] = {
+        "stage": stage,
+        "sub_group_size": sub_group_size,
+        "stage3_param_persistence_threshold": 0,  # small models page all the same
+        "stage3_max_reuse_distance": 0,  # and what a step moves is what the plan says at most
+    }
     for key, device in (("offload_param", parameters), ("offload_optimizer", optimizer)):
         if device != "none":
             section[key] = {"device": device}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from collections.abc import Callable
 import torch
 
 import zero
+from tests.support.configs import make_config
 from tests.support.ranks import config
 from tests.support.tiny import TinyTransformer, make_batch
 
@@ -32,10 +34,11 @@ class Branching(TinyTransformer):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def make(path: str, patience: float) -> zero.ZeroEngine:
+def make(path: str, patience: float, *, stage: int = 3) -> zero.ZeroEngine:
     """Return an engine whose ranks ask after `patience` seconds."""
     torch.manual_seed(0)
-    engine, _, _, _ = zero.initialize(model=Branching(), config=config(path))
+    chosen = config(path) if stage == 3 else make_config(stage=stage, host_memory="1GB")
+    engine, _, _, _ = zero.initialize(model=Branching(), config=chosen)
     engine._runtime.communicator.rendezvous.patience_s = patience
     return engine
 
@@ -43,8 +46,13 @@ def make(path: str, patience: float) -> zero.ZeroEngine:
 def train(engine: zero.ZeroEngine, steps: int) -> None:
     """Train some steps."""
     for step in range(steps):
-        engine.backward(engine(*make_batch(step, engine.global_rank)))
+        engine.backward(engine(*batch(engine, step)))
         engine.step()
+
+
+def batch(engine: zero.ZeroEngine, step: int) -> tuple[torch.Tensor, ...]:
+    """Return a batch where the engine computes."""
+    return tuple(each.to(engine.device) for each in make_batch(step, engine.global_rank))
 
 
 def slow(engine: zero.ZeroEngine, rank: int, patience: float) -> str:
@@ -70,11 +78,11 @@ def branches(engine: zero.ZeroEngine, rank: int, patience: float) -> str:
 def early_step(engine: zero.ZeroEngine, rank: int, patience: float) -> str:
     """Ask for the norm of a step on rank 1 while the others run another forward."""
     train(engine, 1)
-    engine.backward(engine(*make_batch(1, rank)))
+    engine.backward(engine(*batch(engine, 1)))
     if rank == 1:
         engine.step()
     else:
-        engine(*make_batch(2, rank))
+        engine(*batch(engine, 2))
     return "completed"
 
 
@@ -94,8 +102,31 @@ def saves_alone(engine: zero.ZeroEngine, rank: int, patience: float) -> str:
     return "completed"
 
 
+def backward_alone(engine: zero.ZeroEngine, rank: int, patience: float) -> str:
+    """Run a backward on rank 0, on another thread as a GPU does; the others read a weight."""
+    loss = engine(*batch(engine, 0))
+    if rank != 0:
+        zero.safe_get_full_fp32_param(engine.module.norm.weight)
+        return "completed"
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            engine.backward(loss)
+        except BaseException as error:  # noqa: BLE001  raised by the thread that waits
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+    return "completed"
+
+
 CASES: dict[str, Callable[[zero.ZeroEngine, int, float], str]] = {
-    case.__name__: case for case in (slow, branches, early_step, ends_early, saves_alone)
+    case.__name__: case
+    for case in (slow, branches, early_step, ends_early, saves_alone, backward_alone)
 }
 
 
@@ -106,7 +137,7 @@ def main() -> None:
     rank = torch.distributed.get_rank()
     path, patience = sys.argv[1], float(sys.argv[2])
     for name in sys.argv[3:]:
-        engine = make(path, patience)
+        engine = make(path, patience, stage=2 if name == "backward_alone" else 3)
         begin = time.monotonic()
         try:
             outcome = CASES[name](engine, rank, patience)

@@ -24,7 +24,8 @@ Work = Callable[[int], Any]
 
 def start_ranks(work: Work, world_size: int, folder: Path) -> list[int]:
     """Fork `world_size` ranks (one needs no process group), and return their process ids."""
-    store = Path(tempfile.mkdtemp(dir=folder)) / "store"
+    told = Path(tempfile.mkdtemp(dir=folder))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = []
     for rank in range(world_size):
         sys.stdout.flush()
@@ -33,8 +34,9 @@ def start_ranks(work: Work, world_size: int, folder: Path) -> list[int]:
             warnings.simplefilter("ignore")  # of forking with threads: these are idle
             process = os.fork()
         if process == 0:
-            _run(work, rank, world_size, store)
+            _run(work, rank, (world_size, store.port), told)
         found.append(process)
+    _TOLD[found[0]] = told
     _STORES[found[0]] = store
     return found
 
@@ -42,10 +44,10 @@ def start_ranks(work: Work, world_size: int, folder: Path) -> list[int]:
 def wait_for(processes: list[int], timeout_s: float = 120) -> list[Any]:
     """Wait for ranks and return what each returned; a rank that failed fails the test."""
     codes = reap(processes, timeout_s)
-    store = _STORES.pop(processes[0])
+    told = _TOLD.pop(processes[0])
     found = []
     for rank, code in enumerate(codes):
-        path = store.with_name(f"rank{rank}")
+        path = told / f"rank{rank}"
         said = json.loads(path.read_text()) if path.exists() else {"error": f"exit code {code}"}
         assert "error" not in said, f"rank {rank}: {said['error']}"
         found.append(said["result"])
@@ -62,6 +64,7 @@ def reap(processes: list[int], timeout_s: float = 120) -> list[int]:
             os.kill(process, signal.SIGKILL)
         os.close(ended)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    _STORES.pop(processes[0], None)  # it has descriptors
     return codes
 
 
@@ -70,25 +73,28 @@ def on_ranks(work: Work, world_size: int, folder: Path, timeout_s: float = 120) 
     return wait_for(start_ranks(work, world_size, folder), timeout_s)
 
 
-_STORES: dict[int, Path] = {}
+_TOLD: dict[int, Path] = {}
+"""By the id of its first rank: where the ranks of a job say what came of them."""
+_STORES: dict[int, dist.TCPStore] = {}
+"""The store of each job that is not over, likewise."""
 
 
-def _run(work: Work, rank: int, world_size: int, store: Path) -> None:
+def _run(work: Work, rank: int, job: tuple[int, int], told: Path) -> None:
+    world_size, port = job
     code = 1
     try:
         os.environ.pop("RANK", None)
         torch.set_num_threads(1)
         if world_size > 1:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
-            )
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         said: dict[str, Any] = {"result": work(rank)}
         code = 0
     except BaseException:  # noqa: BLE001  told to the test
         said = {"error": traceback.format_exc()}
     try:
-        temporary = store.with_name(f".rank{rank}")
+        temporary = told / f".rank{rank}"
         temporary.write_text(json.dumps(said))
-        temporary.rename(store.with_name(f"rank{rank}"))
+        temporary.rename(told / f"rank{rank}")
     finally:
         os._exit(code)

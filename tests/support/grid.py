@@ -53,9 +53,10 @@ def cells() -> list[dict[str, Any]]:
 def cell_config(cell: dict[str, Any], world_size: int, nvme_path: str) -> dict[str, Any]:
     """Return the configuration of a cell; nvme cells get exactly two slots a rank.
 
-    `update_device` and `device_memory` may be added to a cell.
+    `update_device`, `device_memory` and `stage` may be added to a cell.
     """
     config = _tier_config(cell, world_size, nvme_path)
+    config["zero_optimization"]["stage"] = cell.get("stage", 3)
     config["tiers"]["update_device"] = cell.get("update_device", "auto")
     config["tiers"]["state_format"] = cell.get("state_format", "exact")
     config["tiers"]["device_memory"] = cell.get("device_memory", "auto")
@@ -125,8 +126,9 @@ def run_cell(cell: dict[str, Any], nvme_path: str) -> dict[str, Any]:
         )
     final = full_parameters(engine)
     outcome["digest"] = digest(final)
-    if cell["dtype"] == "fp32" and engine.device.type == "cpu":
-        outcome["torch_difference"] = torch_difference(cell, engine.world_size, final)
+    outcome["came_ahead"] = sum(event == "prefetch" for event, _ in engine.ledger.events)
+    if cell["dtype"] == "fp32":
+        outcome["torch_difference"] = torch_difference(cell, engine, final)
     engine.destroy()
     return outcome
 
@@ -166,27 +168,32 @@ def run_step(
     return gradients
 
 
-def torch_difference(cell: dict[str, Any], world_size: int, final: dict[str, np.ndarray]) -> float:
-    """Return the largest difference from an unsharded torch AdamW on the same data."""
-    trained = _torch_trained(cell["accumulation"], cell["clip"], world_size)
+def torch_difference(
+    cell: dict[str, Any], engine: zero.ZeroEngine, final: dict[str, np.ndarray]
+) -> float:
+    """Return the largest difference from an unsharded torch AdamW on the same data and device."""
+    trained = _torch_trained(cell["accumulation"], cell["clip"], engine.world_size, engine.device)
     return max(
         float(np.abs(final[name] - values).max(initial=0.0)) for name, values in trained.items()
     )
 
 
-_TORCH_CACHE: dict[tuple[int, float, int], dict[str, np.ndarray]] = {}
+_TORCH_CACHE: dict[tuple[int, float, int, str], dict[str, np.ndarray]] = {}
 
 
-def _torch_trained(accumulation: int, clip: float, world_size: int) -> dict[str, np.ndarray]:
-    key = (accumulation, clip, world_size)
+def _torch_trained(
+    accumulation: int, clip: float, world_size: int, device: torch.device
+) -> dict[str, np.ndarray]:
+    key = (accumulation, clip, world_size, device.type)
     if key not in _TORCH_CACHE:
-        model = make_model(extra=EXTRA)
+        model = make_model(extra=EXTRA).to(device)
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
         )
         for step in range(STEPS):
             for micro, rank in itertools.product(range(accumulation), range(world_size)):
-                loss = model(*make_batch(step * accumulation + micro, rank))
+                batch = make_batch(step * accumulation + micro, rank)
+                loss = model(*(each.to(device) for each in batch))
                 (loss / (accumulation * world_size)).backward()
             if clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), clip)

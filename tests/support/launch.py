@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def worker_environment() -> dict[str, str]:
     """Return the environment of a worker: one OpenMP thread, the tests importable."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def worker_command(script: str, *arguments: str, world_size: int = 1) -> list[str]:

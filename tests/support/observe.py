@@ -93,5 +93,7 @@ def state_digest(engine: zero.ZeroEngine) -> str:
             tensor = getattr(state, key)
             if tensor is not None:
                 total.update(f"{state.name} {key} {tuple(tensor.shape)}".encode())
-                total.update(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+                total.update(
+                    tensor.reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()
+                )
     return total.hexdigest()

@@ -31,6 +31,11 @@ def config(nvme_path: str) -> dict[str, object]:
     )
 
 
+def batch(engine: zero.ZeroEngine, step: int) -> list[torch.Tensor]:
+    """Return this rank's batch where the engine computes."""
+    return [each.to(engine.device) for each in make_batch(step, engine.global_rank)]
+
+
 def different_order(path: str, rank: int) -> str:
     """Run blocks of one shape in another order on rank 1."""
     engine, _, _, _ = zero.initialize(model=make_model(layers=3), config=config(path))
@@ -54,7 +59,7 @@ def different_seeds(path: str, rank: int) -> str:
     model.register_buffer("scale", torch.full((3,), float(rank)))
     engine, _, _, _ = zero.initialize(model=model, config=config(path))
     for step in range(2):
-        engine.backward(engine(*make_batch(step, rank)))
+        engine.backward(engine(*batch(engine, step)))
         engine.step()
     found = f"{digest(full_parameters(engine))[:12]} {model.scale.tolist()}"
     engine.destroy()
@@ -73,7 +78,7 @@ def unused_everywhere(path: str, rank: int) -> str:
     torch.manual_seed(0)
     engine, _, _, _ = zero.initialize(model=Skipping(), config=config(path))
     for step in range(2):
-        engine.backward(engine(*make_batch(step, rank)))
+        engine.backward(engine(*batch(engine, step)))
         engine.step()
     found = digest(full_parameters(engine))[:12]
     engine.destroy()
@@ -83,7 +88,8 @@ def unused_everywhere(path: str, rank: int) -> str:
 def touches(path: str, rank: int) -> str:
     """Read, write, initialise and differentiate sharded weights outside a forward."""
     engine, _, _, _ = zero.initialize(model=make_model(), config=config(path))
-    weight, plain = engine.module.blocks[0].up.weight, make_model().blocks[0].up.weight
+    weight = engine.module.blocks[0].up.weight
+    plain = make_model().to(engine.device).blocks[0].up.weight
     said = []
     with torch.no_grad():
         said.append(("read", torch.equal(weight, plain)))
@@ -131,7 +137,7 @@ def changes(path: str, rank: int) -> str:
             zero.resize_parameter(
                 engine, model.embedding.weight, (35, 16), init=lambda new: new.fill_(rank + 1.0)
             )
-        engine.backward(engine(*make_batch(step, rank)))
+        engine.backward(engine(*batch(engine, step)))
         if step < 1:
             average.update()
             whole = average.full(model.norm.weight)
@@ -160,7 +166,7 @@ def loading(path: str, rank: int) -> str:
     state = make_model(seed=6).state_dict()
     zero.load_weights(model, state)
     engine, _, _, _ = zero.initialize(model=model, config=config(path))
-    same = all(torch.equal(each, state[name]) for name, each in model.state_dict().items())
+    same = all(torch.equal(each.cpu(), state[name]) for name, each in model.state_dict().items())
     engine.destroy()
     slack = 4 * 64 * len(state)
     return f"loaded {int(same)} half {int(held <= 4 * numel // 2 + slack)}"
@@ -178,12 +184,12 @@ def set_gradients(path: str, rank: int) -> str:
                 local = zero.safe_get_local_fp32_param(weight)
                 zero.safe_set_local_grad(weight, torch.full_like(local, value))
             else:
-                weight.grad = torch.full(weight.shape, value)
+                weight.grad = torch.full(weight.shape, value, device=engine.device)
             found = zero.safe_get_full_grad(weight)
             same = found is not None and bool((found == value).all())
             said.append(int(same and weight.grad is not None))
             engine.zero_grad()
-        engine.backward(engine(*make_batch(0, rank)))
+        engine.backward(engine(*batch(engine, 0)))
         engine.step()
     found = f"{said} {digest(full_parameters(engine))[:12]}"
     engine.destroy()

@@ -291,6 +291,13 @@ SITUATIONS: dict[str, tuple[Callable[[], nn.Module], Play]] = {
     "unused parameters": (with_unused, once),
     "experts in blocks": (lambda: Net(Mixture), once),
     "experts alone": (Mixture, once),
+    "experts, one backward": (lambda: Net(Mixture), forwards_then_one_backward),
+    "experts, backwards": (lambda: Net(Mixture), forwards_then_backwards),
+    "experts, two losses": (lambda: Net(Mixture), two_losses),
+    "experts, penalty": (lambda: Net(Mixture), gradient_penalty),
+    "experts, checkpoint": (lambda: Net(Mixture), checkpointed(reentrant=False)),
+    "experts, reentrant": (lambda: Net(Mixture), checkpointed(reentrant=True)),
+    "experts, all again": (lambda: Net(Mixture), checkpointed_as_one),
     "reused layers": (Net, reused),
     "forwards, one backward": (Net, forwards_then_one_backward),
     "forwards, backwards": (Net, forwards_then_backwards),
@@ -339,6 +346,7 @@ def start(model: nn.Module, path: str) -> zero.ZeroEngine:
         host_memory=f"{24 * WORLD[0]}KB",
         sub_group_size=256,
     )
+    config["zero_optimization"]["stage3_max_reuse_distance"] = 10**9
     config["gradient_clipping"] = 0.0
     config["optimizer"] = {
         "type": "AdamW",

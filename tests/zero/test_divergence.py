@@ -14,8 +14,8 @@ LIMIT_S = 30.0
 
 def run_cases(
     scratch: Path, patience: float, *cases: str, world_size: int
-) -> list[list[tuple[float, str]]]:
-    """Return what each rank says of each case: seconds and what came of it."""
+) -> tuple[list[list[tuple[float, str]]], str]:
+    """Return what each rank says of each case, seconds and what came of it; and their errors."""
     done = run_worker(
         "divergence.py", str(scratch), str(patience), *cases, world_size=world_size, timeout_s=200
     )
@@ -25,7 +25,7 @@ def run_cases(
         seconds, _, outcome = said.partition(" ")
         found[int(rank)].append((float(seconds), outcome))
     assert all(len(each) == len(cases) for each in found), done.stdout + done.stderr[-3000:]
-    return found
+    return found, done.stderr
 
 
 def check_branches(outcomes: list[str]) -> None:
@@ -52,14 +52,17 @@ def check_ends_early(outcomes: list[str]) -> None:
 
 @pytest.mark.nvme
 def test_ranks_that_differ(scratch: Path) -> None:
-    cases = ("slow", "branches", "early_step", "ends_early")
-    first, second = run_cases(scratch, 1.0, *cases, world_size=2)
+    cases = ("slow", "branches", "early_step", "ends_early", "backward_alone")
+    (first, second), _ = run_cases(scratch, 1.0, *cases, world_size=2)
     said = [[first[number][1], second[number][1]] for number in range(len(cases))]
     assert all(outcome.startswith("completed") for outcome in said[0])
     assert "rank 1 computes, at " in said[0][0]  # a warning, after some time
     check_branches(said[1])
     check_early_step(said[2])
     check_ends_early(said[3])
+    assert said[4][1].startswith("RankError rank 1: reading ")
+    assert "rank 0 waits in another collective, at " in said[4][1]
+    assert "Error" in said[4][0]  # rank 1 ended
     assert list(scratch.iterdir()) == []
 
 
@@ -68,7 +71,7 @@ def test_ranks_that_differ(scratch: Path) -> None:
 @pytest.mark.parametrize("case", ["branches", "early_step", "ends_early", "saves_alone"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_ranks_raise_within_30_seconds(case: str, world_size: int, scratch: Path) -> None:
-    ranks = run_cases(scratch, PATIENCE_S, case, world_size=world_size)
+    ranks, errors = run_cases(scratch, PATIENCE_S, case, world_size=world_size)
     outcomes = [rank[0][1] for rank in ranks]
     assert max(rank[0][0] for rank in ranks) < LIMIT_S
     match case:
@@ -83,3 +86,4 @@ def test_all_ranks_raise_within_30_seconds(case: str, world_size: int, scratch: 
             assert "rank 1 waits in another collective, at divergence.py:" in outcomes[0]
             assert "if rank == 0" in outcomes[0]
             assert all("Error" in outcome for outcome in outcomes)  # rank 0 ended
+            assert "rank 0 raised, and rank 1 did not: rank 0: " in errors

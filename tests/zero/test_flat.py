@@ -24,21 +24,35 @@ def census() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
 
 
-def resident_bytes_by_step(engine: zero.ZeroEngine, steps: int) -> list[int]:
-    """Train and return the resident bytes after each step; descriptors and threads stay."""
+def resident_bytes_by_step(engine: zero.ZeroEngine, steps: int, folder: Path) -> list[int]:
+    """Train and return the resident bytes after each step; descriptors, threads and files stay.
+
+    It evaluates and saves on its way, and runs forwards that no backward follows.
+    """
     sizes = []
     before: tuple[int, int] | None = None
+    files: list[Path] = []
     for step in range(steps):
         engine.backward(engine(*make_batch(step)))
         engine.backward(engine(*make_batch(step + 1)))
         engine.step()
         if step % 5 == 0:
+            engine.eval()
             with torch.no_grad():
                 engine(*make_batch(step))
+            engine.train()
+            engine(*make_batch(step))
+            engine.zero_grad()
+        if step % (steps // 20) == 0:
+            engine.save_checkpoint(folder, tag="last")
+            files = files or sorted(folder.rglob("*"))
+            assert sorted(folder.rglob("*")) == files
         sizes.append(process_bytes("VmRSS")["VmRSS"])
         if step >= 5:
             before = before or census()
-            assert census() == before, f"step {step}"
+            descriptors, threads = census()
+            assert descriptors == before[0], f"step {step}"
+            assert threads <= before[1], f"step {step}"  # one of a save may be about to end
         if step % 10 == 0:
             engine.ledger.report().json_lines()
             engine.memory_report()
@@ -59,7 +73,7 @@ def test_steps_leave_nothing_behind(scratch: Path, steps: int) -> None:
     )
     config["tiers"] |= {"verify": True, "write_burst": 2}
     engine, _, _, _ = zero.initialize(model=make_model(), config=config)
-    sizes = resident_bytes_by_step(engine, steps)
+    sizes = resident_bytes_by_step(engine, steps, scratch / "saved")
     early = statistics.median(sizes[steps // 6 : steps // 3])
     late = statistics.median(sizes[-steps // 6 :])
     assert late - early <= 2 * MIB, f"{(late - early) / steps:.0f} bytes a step"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero
 from offload import PagerFailedError
@@ -405,4 +406,25 @@ def test_unused_parameters_do_not_hold_gradients_back(scratch: Path) -> None:
         parameter.register_post_accumulate_grad_hook(watch)
     run(engine, range(1))
     assert 0 < peak <= engine.plan.memory.gradient_scratch_bytes
+    engine.destroy()
+
+
+def test_a_graph_that_is_not_used_is_freed(scratch: Path) -> None:
+    """Also by an operation that saves its own output, which plain torch does not keep either."""
+    engine = make_engine(make_net(), "nvme", scratch)
+    made: list[StorageWeakRef] = []
+
+    def remember(_block: Block, y: torch.Tensor) -> torch.Tensor:
+        found = torch.tanh(y)
+        made.append(StorageWeakRef(found.untyped_storage()))
+        return found
+
+    for block in engine.module.h:
+        block.finish = remember
+    for keeps in (True, False):
+        loss = loss_of(engine, 1)
+        if not keeps:
+            del loss
+        assert [each.expired() for each in made] == 3 * [not keeps]
+        made.clear()
     engine.destroy()

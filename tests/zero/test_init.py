@@ -237,3 +237,48 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> N
     with pytest.raises(TypeError, match="no argument 'modle'"):
         zero.Init(modle=None)
     zero.Init(**{**arguments, "enabled": False})
+
+
+class Rotary(nn.Module):
+    """Rotates by frequencies that lose digits in 16 bits, which a loss would show (G8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("frequencies", 1.3 / 10000 ** (torch.arange(0, 16, 2) / 16))
+        self.register_buffer("hidden", torch.linspace(0.1, 3, 7), persistent=False)
+        self.register_buffer("places", torch.arange(300))
+        self.register_buffer("mask", torch.ones(300, 1).bool())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angles = self.places[:, None] * self.frequencies
+        turned = self.inp(x).float() * torch.cat([angles.cos(), angles.sin()], dim=1) * self.mask
+        return (self.out(turned.to(x.dtype)).float() * self.hidden.sum()).square().mean()
+
+
+@pytest.mark.parametrize("way", ["built before", "under Init", "under Init, given a type"])
+def test_buffers_keep_type_and_bits_however_a_model_is_built(scratch: Path, way: str) -> None:
+    torch.manual_seed(2)
+    plain = Rotary()
+    bits = {name: each.clone() for name, each in plain.named_buffers()}
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.bfloat16()
+    torch.manual_seed(2)
+    config = nvme(scratch, dtype="bf16")
+    dtype = torch.bfloat16 if "type" in way else None
+    with zero.Init(config_dict_or_path=config, enabled="Init" in way, dtype=dtype):
+        model = Rotary()
+    engine, _, _, _ = zero.initialize(model=model, config=config)
+    for step in range(2):
+        x = torch.randn(300, 16, generator=torch.Generator().manual_seed(step)).bfloat16()
+        loss = engine(x)
+        if not step:
+            assert torch.equal(loss, plain(x))
+        engine.backward(loss)
+        engine.step()
+        found = dict(model.named_buffers())
+        assert {name: each.dtype for name, each in found.items()} == {
+            name: each.dtype for name, each in bits.items()
+        }
+        assert all(torch.equal(found[name], each) for name, each in bits.items())
+    engine.destroy()

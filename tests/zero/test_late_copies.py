@@ -12,11 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 import zero.planning
-from estimators import Section, Tier
+from estimators import Section, StateFormat, Tier, UpdateRates
 from estimators.summary import LIVE_PARAMETERS
-from offload import DeviceMemory
+from offload import DeviceMemory, measure_update
+from offload.measure_update import host_rate
 from tests.support.configs import make_config
-from tests.support.grid import cells, run_cell
+from tests.support.fork_ranks import on_ranks
+from tests.support.grid import CLIP, cells, run_cell
+from tests.support.observe import digest, full_parameters
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.tiny import TinyTransformer, make_batch, make_model
 
@@ -93,6 +96,103 @@ def test_bits_are_those_of_the_processor(
         assert step["read"] == step["planned_read"]
         assert step["written"] == step["planned_written"]
         assert (step["read"] > 0) == (cell["device"] == "nvme")
+
+
+RANK_CELLS = [
+    {
+        "device": device,
+        "with_parameters": stage == 3 and device != "none",
+        "accumulation": accumulation,
+        "clip": CLIP,
+        "dtype": "bf16",
+        "update_device": update_device,
+        "stage": stage,
+    }
+    for device, accumulation, update_device, stage in (
+        ("nvme", 2, "auto", 3),
+        ("cpu", 2, "cpu", 3),
+        ("cpu", 2, "auto", 2),
+        ("none", 2, "auto", 3),
+    )
+]
+
+
+def rank_outcomes(rank: int, world_size: int, scratch: Path) -> dict[str, Any]:
+    """Run cells on this rank, one on the processor and the others beside late devices."""
+    outcomes = [run_cell({**RANK_CELLS[-1], "update_device": "auto"}, str(scratch))]
+    changed = [digest_with_changes()]
+    devices = []
+
+    def open_simulated(_wanted: str) -> SimulatedDevice:
+        devices.append(SimulatedDevice(10 * rank + len(devices)))
+        return devices[-1]
+
+    zero.planning.open_device = open_simulated  # this process is the rank's own
+    for cell in RANK_CELLS[: 4 if world_size == 2 else 1]:
+        outcomes.append(run_cell(cell, str(scratch)))
+        outcomes[-1]["copied"] = dict(devices[-1].copied_bytes)
+    changed.append(digest_with_changes())
+    return {"outcomes": outcomes, "changed": changed, "refusal": refusal_of_a_shared_device()}
+
+
+class Changing(TinyTransformer):
+    """Changes a parameter that one rank has alone, just before its block runs."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.embedding(tokens))
+        with torch.no_grad():
+            self.blocks[1].gain.mul_(0.5)
+        logits = self.head(self.norm(self.blocks[1](x)))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def digest_with_changes() -> str:
+    torch.manual_seed(0)
+    config = make_config(parameters="cpu", optimizer="cpu", host_memory="1GB")
+    engine, _, _, _ = zero.initialize(model=Changing(), config=config)
+    for step in range(4):
+        engine.backward(engine(*make_batch(step, engine.global_rank)))
+        engine.step()
+    if not engine._runtime.store.device.is_host:
+        assert ("prefetch", engine._runtime.segments[-1].spec.name) in engine.ledger.events
+    found = digest(full_parameters(engine))
+    engine.destroy()
+    return found
+
+
+def refusal_of_a_shared_device() -> str:
+    def open_shared(_wanted: str) -> SimulatedDevice:
+        device = SimulatedDevice()
+        device.identity = "GPU-7"
+        return device
+
+    zero.planning.open_device = open_shared
+    try:
+        zero.initialize(model=make_model(), config=make_config(host_memory="1GB"))
+    except zero.ConfigError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.nvme
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_several_ranks_have_the_bits_of_the_processor(world_size: int, scratch: Path) -> None:
+    ranks = on_ranks(lambda rank: rank_outcomes(rank, world_size, scratch), world_size, scratch)
+    for rank in ranks:
+        expected, *others = rank["outcomes"]
+        assert len(others) == (4 if world_size == 2 else 1)
+        for found in others:
+            assert found["world_size"] == world_size
+            assert min(found["copied"].values()) > 0 or found["cell"]["device"] == "none"
+            is_ahead = found["cell"]["stage"] == 3 and found["cell"]["device"] != "nvme"
+            assert (found["came_ahead"] > 0) == is_ahead
+            assert found["mismatches"] == []
+            assert all(ours == reference > 0 for reference, ours in found["norms"])
+            assert found["digest"] == expected["digest"] == ranks[0]["outcomes"][0]["digest"]
+            assert found["losses"] == expected["losses"]
+        assert len({*rank["changed"], *ranks[0]["changed"]}) == 1
+        assert "ranks [0, 1" in rank["refusal"]
+        assert "compute on the same GPU (GPU-7)" in rank["refusal"]
 
 
 @pytest.mark.nvme
@@ -319,3 +419,29 @@ def test_the_next_unit_is_copied_while_one_computes(
 
 def _segments(engine: zero.ZeroEngine) -> Any:
     return engine._runtime.segments
+
+
+@pytest.mark.parametrize("link", [1e12, 1e6])
+@pytest.mark.parametrize("wanted", ["auto", "device"])
+def test_auto_updates_where_it_was_measured_to_be_sooner_over(
+    wanted: str, link: float, made: list[SimulatedDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = UpdateRates(host_numel_per_s=1e9, in_bytes_per_s=link, out_bytes_per_s=link)
+    monkeypatch.setattr(zero.planning, "measure_update", lambda *_: rates)
+    config = make_config(optimizer="cpu", host_memory="64MB", dtype="bf16")
+    config["tiers"]["update_device"] = wanted
+    engine, _, _, _ = zero.initialize(model=make_model(dtype=torch.bfloat16), config=config)
+    is_on_device = wanted == "device" or link == 1e12
+    assert engine.plan.memory.request.update_on_device is is_on_device
+    engine.backward(engine(*make_batch(0)))
+    engine.step()
+    copied = made[-1].copied_bytes["in"]
+    state = sum(group.numel for group in engine.plan.memory.sub_groups) * 10
+    assert (copied > state) is is_on_device  # else only parameters come back
+    engine.destroy()
+
+
+def test_rates_of_the_host_are_measured() -> None:
+    for state_format in StateFormat:
+        assert 1e6 < host_rate(state_format, 1, 1 << 20) < 1e12
+    assert measure_update(SimulatedDevice(), StateFormat.EXACT, 1) is None

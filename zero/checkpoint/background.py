@@ -4,7 +4,8 @@
 of a half accumulated window, and parameters that rest in place, where users write without our
 knowledge. The rest changes by the sub-group, and says so before: `Store.before_change`. A thread
 copies the sub-groups in the order in which an update visits them, reading extents beside the pager;
-whoever is about to change one that is not copied yet waits for it.
+whoever is about to change one that is not copied yet waits for it. Where the file system can share
+bytes between files, the swap file is cloned at the call, and nobody waits for what rests in it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from estimators import SubGroup
 from offload import Field, Store
 from offload.groups import ExtentReader
 from zero.checkpoint.save import Save
+from zero.runtime import Runtime
 
 CopyPlan = Sequence[tuple[SubGroup, Collection[Field]]]
 
@@ -30,7 +32,7 @@ class BackgroundSave:
         self._store = store
         self._save = save
         self._reader = ExtentReader(store, save.io, plan)
-        self._waiting = {group.index for group, _ in plan}
+        self._waiting = self._reader.guarded
         self._copied = threading.Condition()
         self._error: BaseException | None = None
         self.path: Path | None = None
@@ -39,6 +41,11 @@ class BackgroundSave:
         store.before_change = self._before_change
         self._thread = threading.Thread(target=self._run, name=f"save {self.tag}")
         self._thread.start()
+
+    @property
+    def is_cloned(self) -> bool:
+        """Whether what rests on NVMe is read from a clone of the swap file."""
+        return self._reader.is_cloned
 
     @property
     def is_over(self) -> bool:
@@ -100,3 +107,16 @@ class BackgroundSave:
         with self._copied:
             self._waiting -= copied
             self._copied.notify_all()
+
+
+def changing_fields(runtime: Runtime, group: SubGroup, *, blocking: bool) -> frozenset[Field]:
+    """Return the fields to copy at once: all, or those that may change without a word.
+
+    What rests on a GPU is read by its owner alone.
+    """
+    store, segment = runtime.store, runtime.segments[group.segment]
+    if blocking or not store.device.is_host:
+        return frozenset(Field)
+    if segment.is_in_place:
+        return frozenset({Field.GRADIENT, Field.PARAMETER, Field.MASTER})
+    return frozenset({Field.GRADIENT})

@@ -16,8 +16,9 @@ from torch import nn
 
 from aio_ops import open_engine
 from zero.checkpoint.export_files import ExportEntry, parse_size, write_weights
+from zero.checkpoint.fill import BlockKey
 from zero.checkpoint.inspection import locate
-from zero.checkpoint.load import BlockKey, CheckpointFiles, PieceIndex
+from zero.checkpoint.load import CheckpointFiles, PieceIndex
 from zero.checkpoint.manifest import (
     DTYPES,
     STATE,

@@ -5,6 +5,10 @@ are synced, and one rename puts it in place; where the tag exists already, both 
 one call, so that at every moment one of them is there whole. `latest` is a file that is replaced
 the same way, after that. A temporary folder is locked as long as its writer lives, so the next save
 knows what a killed one has left, and removes it.
+
+[Note: removal] A checkpoint that is replaced or pruned loses its name at once. Its files, which may
+take seconds, are removed by a thread if they are large; the next save waits for that, because it
+may need the room. What a process that ends leaves is removed by the next save.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -35,6 +40,11 @@ _NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV
 
 _DEAD_AFTER_S = 60.0
 """Age from which a temporary folder without a lock file is taken for left over."""
+
+_REMOVED_AT_ONCE_BYTES = 64 << 20
+"""Folders up to this size are gone sooner than a thread is there."""
+
+_removals: list[threading.Thread] = []
 
 _ACTIVE: set[Path] = set()
 """Temporary folders of this process: a record lock says nothing to its own holder."""
@@ -99,6 +109,7 @@ class PendingFolder:
     def make(self) -> None:
         """Make the folder and lock it; what killed saves have left is removed."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        finish_removals()
         final = self.folder / self.tag
         if final.is_symlink() or (final.exists() and not (final / MANIFEST_NAME).is_file()):
             raise CheckpointError(
@@ -226,11 +237,24 @@ def prune(folder: Path, keep_last: int) -> list[str]:
     return removed
 
 
+def finish_removals() -> None:
+    """Return once the room of everything that was replaced or pruned is free."""
+    while _removals:
+        _removals.pop().join()
+
+
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, its name first: half of one never has it."""
+    """Remove a checkpoint, its name first: half of one never has it. See [Note: removal]."""
     aside = path.with_name(f"{_REMOVED}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
     path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    if sum(each.stat().st_size for each in aside.iterdir()) <= _REMOVED_AT_ONCE_BYTES:
+        shutil.rmtree(aside, ignore_errors=True)
+        return
+    thread = threading.Thread(
+        target=shutil.rmtree, args=(aside,), kwargs={"ignore_errors": True}, name="remove"
+    )
+    _removals.append(thread)
+    thread.start()
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -239,6 +263,13 @@ def replace_text(path: Path, text: str) -> None:
     write_synced(temporary, text.encode())
     temporary.replace(path)
     sync_folder(path.parent)
+
+
+def show_text(path: Path, text: str) -> None:
+    """Let other processes see a small new file as a whole; it need not last."""
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.rename(path)
 
 
 def write_synced(path: Path, data: bytes) -> None:

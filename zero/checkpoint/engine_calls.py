@@ -33,6 +33,7 @@ class CheckpointCalls:
         *,
         blocking: bool = True,
         keep_last: int | None = None,
+        as_stored: bool | None = None,
     ) -> bool:
         """Save everything that the run needs to go on; a collective, legal at any micro-step.
 
@@ -48,11 +49,15 @@ class CheckpointCalls:
                 raise what went wrong.
             keep_last: remove all but so many of the newest checkpoints in the folder; by default
                 what `tiers.keep_last_checkpoints` says.
+            as_stored: save the optimizer's moments in the types in which they rest, bf16 or 8-bit
+                codes, instead of fp32: smaller files, the same values. By default what
+                `tiers.checkpoints_as_stored` says.
 
         Raises:
             CheckpointError: if it cannot be saved; what was there before is as it was.
             RankError: naming ranks that did not join.
         """
+        tiers = self._settings.tiers
         save_checkpoint(
             self,  # type: ignore[arg-type]
             SaveRequest(
@@ -61,7 +66,8 @@ class CheckpointCalls:
                 dict(client_state or {}),
                 save_latest,
                 exclude_frozen_parameters,
-                keep_last or self._settings.tiers.keep_last_checkpoints,
+                keep_last or tiers.keep_last_checkpoints,
+                tiers.checkpoints_as_stored if as_stored is None else as_stored,
             ),
             blocking=blocking,
         )

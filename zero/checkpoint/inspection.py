@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from zero.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from zero.checkpoint.safetensors_files import check_header
 from zero.errors import CheckpointError
 
+_TYPE_NAMES = {"F32": "fp32", "BF16": "bf16", "U8": "8-bit codes"}
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -26,6 +29,7 @@ class Summary:
     world_size: int
     global_steps: int
     size_bytes: int
+    file_count: int
     sections: dict[str, tuple[int, int, int]]
     """By section: tensors, elements, bytes."""
     trained_numel: int
@@ -59,7 +63,7 @@ class Summary:
         for section, counts in self.sections.items():
             table.add_row(section, *(f"{count:,}" for count in counts))
         table.add_section()
-        table.add_row("files", str(self.world_size), "", f"{self.size_bytes:,}")
+        table.add_row("files", str(self.file_count), "", f"{self.size_bytes:,}")
         lines = [
             f"step {self.global_steps}, saved by {self.world_size} ranks",
             f"{self.trained_numel:,} trained and {self.frozen_numel:,} frozen parameters",
@@ -98,7 +102,8 @@ def inspect(path: str | Path, tag: str | None = None) -> Summary:
     folder = locate(Path(path), tag)
     manifest = read_manifest(folder)
     for rank in manifest.ranks:
-        check_header(folder / rank.file.name, rank.file)
+        for file in rank.files:
+            check_header(folder / file.name, file)
     return summarise(folder, manifest)
 
 
@@ -122,17 +127,29 @@ def summarise(folder: Path, manifest: Manifest) -> Summary:
         manifest.world_size,
         manifest.global_steps,
         manifest.size_bytes,
+        sum(len(rank.files) for rank in manifest.ranks),
         sections,
         sum(each.numel for each in manifest.tensors if each.trained),
         sum(each.numel for each in manifest.tensors if not each.trained),
         tuple((each.name, *each.aliases) for each in manifest.tensors if each.aliases),
         {
             "optimizer": optimizer["type"] if optimizer else None,
+            "optimizer state": _state_types(manifest),
             "schedule": schedule["type"] if schedule else None,
             "batch": run.get("batch"),
             "micro-batches of the window": run["window"]["micro_batches"],
         },
     )
+
+
+def _state_types(manifest: Manifest) -> str | None:
+    """Say in which types the states of the optimizer were saved."""
+    found = {
+        _TYPE_NAMES.get(piece.dtype, piece.dtype)
+        for _, piece in manifest.pieces()
+        if piece.section in manifest.states
+    }
+    return " and ".join(sorted(found)) or None
 
 
 def can_resume(path: str | Path, tag: str | None = None) -> tuple[bool, str]:
@@ -153,9 +170,9 @@ def verify(path: str | Path, tag: str | None = None) -> int:
     folder = locate(Path(path), tag)
     inspect(folder)
     manifest = read_manifest(folder)
-    io = open_engine("threads")
+    io = open_engine("auto")
     try:
         with CheckpointFiles(folder, manifest) as files:
-            return verify_blocks(files, io)
+            return verify_blocks(files, io, len(os.sched_getaffinity(0)))
     finally:
         io.close()

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from estimators import CODE_BLOCK_NUMEL, SubGroup
 from estimators.layout import align_up
-from offload import Field, Store, field_dtype, has_field
+from offload import Field, field_dtype, has_field, stored_dtype
 from zero.checkpoint.manifest import (
+    BASE,
     DTYPE_CODES,
     GRADIENT,
     SMALL_SECTIONS,
@@ -25,8 +27,11 @@ from zero.errors import CheckpointError
 from zero.replan import Moments
 from zero.runtime import Runtime
 from zero.unit import Segment
+from zero.whole import LateTensor
 
 _HEADER_ALIGNMENT_BYTES = 4096
+LEAST_FROZEN_BYTES = 1 << 20
+"""What frozen shards have at least for a file of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +42,25 @@ class PieceSource:
     segment: int
     field: Field
     start: int
+    block_numel: int = 1
+    """Elements of the shard for one of the piece: bases of codes have more than one."""
+
+    def part(self, group: SubGroup) -> range:
+        """Return which elements of the piece a sub-group has."""
+        numel = self.piece.numel * self.block_numel
+        low, high = max(self.start, group.start), min(self.start + numel, group.stop)
+        if low >= high:
+            return range(0)
+        first = (low - self.start) // self.block_numel
+        return range(first, -(-(high - self.start) // self.block_numel))
 
 
 @dataclass(frozen=True, slots=True)
 class SmallSource:
-    """A piece whose values are in memory, or in a spool."""
+    """A piece whose values are in memory, in a spool, or in a record of whole tensors."""
 
     piece: PieceEntry
-    values: torch.Tensor | Moments
+    values: torch.Tensor | Moments | LateTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +99,11 @@ def saved_fields(runtime: Runtime, segment: int) -> list[tuple[str, Field]]:
 
 def plan_file(
     runtime: Runtime,
-    small: Mapping[str, Mapping[str, torch.Tensor]],
+    small: Mapping[str, Mapping[str, torch.Tensor | LateTensor]],
     waiting: Mapping[str, Moments],
     *,
     exclude_frozen: bool,
+    as_stored: bool = False,
 ) -> FilePlan:
     """Decide what this rank's file holds.
 
@@ -95,13 +112,19 @@ def plan_file(
         small: this rank's own tensors, by section and name.
         waiting: state of parameters that are frozen at the moment, by name.
         exclude_frozen: leave out the weights of frozen parameters.
+        as_stored: save states in the types in which they rest.
     """
     sources: list[PieceSource | SmallSource] = []
     for segment in runtime.segments:
         if exclude_frozen and not segment.spec.trainable:
             continue
         for section, field in saved_fields(runtime, segment.index):
-            sources += _of_segment(segment, section, field, runtime.store)
+            dtype = (stored_dtype if as_stored else field_dtype)(
+                runtime.store, segment.index, field
+            )
+            sources += _of_segment(segment, section, field, dtype)
+            if dtype is torch.uint8 and field is not Field.PARAMETER:
+                sources += _bases_of_segment(segment, section, field)
     for name, moments in waiting.items():
         sources += _of_moments(runtime, name, moments)
     for section, tensors in small.items():
@@ -111,10 +134,27 @@ def plan_file(
     return _lay_out(sources)
 
 
+def plan_frozen_file(runtime: Runtime) -> FilePlan | None:
+    """Decide what a file of frozen shards alone holds, or None if they are too few for one."""
+    sources = [
+        source
+        for segment in runtime.segments
+        if not segment.spec.trainable
+        for source in _of_segment(
+            segment,
+            WEIGHT,
+            Field.PARAMETER,
+            field_dtype(runtime.store, segment.index, Field.PARAMETER),
+        )
+    ]
+    if sum(source.piece.size_bytes for source in sources) < LEAST_FROZEN_BYTES:
+        return None
+    return _lay_out(sources)
+
+
 def _of_segment(
-    segment: Segment, section: str, field: Field, store: Store
+    segment: Segment, section: str, field: Field, dtype: torch.dtype
 ) -> Iterable[PieceSource]:
-    dtype = field_dtype(store, segment.index, field)
     for piece in segment.pieces:
         if field is Field.GRADIENT and piece.index in segment.dropped_gradients:
             continue
@@ -133,6 +173,26 @@ def _of_segment(
         yield PieceSource(entry, segment.index, field, piece.start)
 
 
+def _bases_of_segment(segment: Segment, section: str, field: Field) -> Iterable[PieceSource]:
+    """Return the bases of a section of codes, see `CODE_BLOCK_NUMEL`."""
+    for piece in segment.pieces:
+        member = segment.members[piece.index]
+        first, count = piece.first // CODE_BLOCK_NUMEL, -(-piece.numel // CODE_BLOCK_NUMEL)
+        if not count:
+            continue
+        is_whole = piece.numel == member.parameter.shape.numel()
+        entry = PieceEntry(
+            member.name,
+            section + BASE,
+            DTYPE_CODES[torch.uint16],
+            first,
+            (count,),
+            0,
+            f"{section}{BASE}/{member.name}" + ("" if is_whole else f"@{first}"),
+        )
+        yield PieceSource(entry, segment.index, field, piece.start, CODE_BLOCK_NUMEL)
+
+
 def _of_moments(runtime: Runtime, name: str, moments: Moments) -> Iterable[SmallSource]:
     for section, shard in moments.states.items():
         start, stop = shard.bounds(runtime.communicator.rank)
@@ -143,7 +203,7 @@ def _of_moments(runtime: Runtime, name: str, moments: Moments) -> Iterable[Small
             yield SmallSource(entry, moments)
 
 
-def _of_tensor(section: str, name: str, tensor: torch.Tensor) -> SmallSource:
+def _of_tensor(section: str, name: str, tensor: torch.Tensor | LateTensor) -> SmallSource:
     code = DTYPE_CODES.get(tensor.dtype)
     if code is None:
         raise CheckpointError(

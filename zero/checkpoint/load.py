@@ -10,20 +10,24 @@ Whoever fails midway leaves an engine that refuses everything but another load.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
-import torch
+import numpy as np
 import xxhash
 
 from aio_ops import DataFile, Engine, Span, TransferError
-from estimators import SubGroup
+from estimators import CODE_BLOCK_NUMEL, SubGroup
 from offload import Field, Store, ensure_gradient, has_field
-from offload.block_reader import ReadRequest, read_blocks
+from offload.block_reader import BlockReader, ReadBytes, ReadRequest
+from offload.crew import Crew
 from offload.groups import write_group
+from zero.checkpoint.fill import BlockKey, CodeBases, Filler, Portion
 from zero.checkpoint.manifest import (
+    BASE,
     CHECKSUM_NUMEL,
     DTYPES,
     GRADIENT,
@@ -37,30 +41,9 @@ from zero.replicated import gather_values
 from zero.runtime import Runtime
 from zero.unit import Segment
 
-_READS_AHEAD = 8
-_MOST_BYTES_AHEAD = 32 << 20
+_READS_AHEAD = 16
+_MOST_BYTES_AHEAD = 64 << 20
 """What reads take in memory, all together, or the largest piece if that is less."""
-
-BlockKey = tuple[PieceEntry, int]
-"""A piece and the number of a block of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Portion:
-    """Elements of a block that go to elements of a sub-group; without a block they are zero."""
-
-    block: BlockKey | None
-    start: int
-    """First element, in the block."""
-    numel: int
-    field: Field
-    target: int
-    """First element, in the sub-group."""
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """What names the block, without hashing all of it."""
-        return (id(self.block[0]), self.block[1]) if self.block is not None else (0, 0)
 
 
 class CheckpointFiles:
@@ -89,6 +72,45 @@ class CheckpointFiles:
         entry = self._file_of[id(piece)]
         return ReadRequest(self._open(entry), piece.offset + first * size, numel * size, block)
 
+    @contextmanager
+    def reader(
+        self, engine: Engine, blocks: Iterable[BlockKey], reads_ahead: int = _READS_AHEAD
+    ) -> Iterator[BlockReader]:
+        """Lend a reader of blocks in order; `stream` gives what it reads."""
+        pieces = [piece for _, piece in self.manifest.pieces()]
+        block = max((_block_bytes(piece) for piece in pieces), default=1)
+        whole = max((piece.size_bytes for piece in pieces), default=1)
+        ahead = min(whole, _MOST_BYTES_AHEAD) // reads_ahead
+        found = BlockReader(
+            engine,
+            (self.request(block) for block in blocks),
+            block_bytes=max(block, ahead),
+            block_count=reads_ahead,
+        )
+        try:
+            yield found
+        finally:
+            found.close()
+
+    def stream(self, reader: BlockReader) -> Iterator[ReadBytes]:
+        """Yield what a reader reads; none of it is compared yet.
+
+        Raises:
+            CheckpointError: if something cannot be read.
+        """
+        reads = reader.read()
+        while True:
+            try:
+                read = next(reads, None)
+            except TransferError as error:
+                raise CheckpointError(
+                    f"{self.folder} cannot be read: {error}; copy it again, or take another"
+                    " checkpoint"
+                ) from error
+            if read is None:
+                return
+            yield read
+
     def read(
         self, engine: Engine, blocks: Iterator[BlockKey], reads_ahead: int = _READS_AHEAD
     ) -> Iterator[tuple[BlockKey, Span]]:
@@ -97,34 +119,27 @@ class CheckpointFiles:
         Raises:
             CheckpointError: if a block is damaged; it was not handed out.
         """
-        pieces = [piece for _, piece in self.manifest.pieces()]
-        block = max((_block_bytes(piece) for piece in pieces), default=1)
-        whole = max((piece.size_bytes for piece in pieces), default=1)
-        ahead = min(whole, _MOST_BYTES_AHEAD) // reads_ahead
-        requests = (self.request(block) for block in blocks)
-        try:
-            for request, span in read_blocks(
-                engine,
-                requests,
-                block_bytes=max(block, ahead),
-                block_count=reads_ahead,
-            ):
-                key: BlockKey = request.key  # type: ignore[assignment]
-                self._compare(request, key, span)
-                yield key, span
-        except TransferError as error:
-            raise CheckpointError(
-                f"{self.folder} cannot be read: {error}; copy it again, or take another checkpoint"
-            ) from error
+        with self.reader(engine, blocks, reads_ahead) as reader:
+            for read in self.stream(reader):
+                self.compare(read)
+                yield read.request.key, read.span  # type: ignore[misc]
+                reader.release(read)
 
-    def _compare(self, request: ReadRequest, block: BlockKey, span: Span) -> None:
-        piece, number = block
-        found = xxhash.xxh3_64_hexdigest(span.view())
+    def compare(self, read: ReadBytes) -> None:
+        """Compare a block with its checksum.
+
+        Raises:
+            CheckpointError: if it is damaged.
+        """
+        key: BlockKey = read.request.key  # type: ignore[assignment]
+        piece, number = key
+        found = xxhash.xxh3_64_hexdigest(read.span.view())
         if found != piece.checksums[number]:
             raise CheckpointError(
-                f"{request.file.path}: {piece.key}, elements from {number * CHECKSUM_NUMEL} on, at"
-                f" offset {request.offset}, has the checksum {found} and was written with"
-                f" {piece.checksums[number]}: the file was damaged; take another checkpoint"
+                f"{read.request.file.path}: {piece.key}, elements from"
+                f" {number * CHECKSUM_NUMEL} on, at offset {read.request.offset}, has the checksum"
+                f" {found} and was written with {piece.checksums[number]}: the file was damaged;"
+                " take another checkpoint"
             )
 
     def _open(self, entry: FileEntry) -> DataFile:
@@ -171,21 +186,30 @@ class PieceIndex:
 class ShardLoader:
     """Streams saved values into the shards of one rank."""
 
-    def __init__(self, runtime: Runtime, files: CheckpointFiles, names: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        files: CheckpointFiles,
+        names: Mapping[str, str],
+        *,
+        anew: bool = False,
+    ) -> None:
         """Prepare.
 
         Args:
             runtime: the shards.
             files: the checkpoint.
             names: the saved name of each parameter of the model, by its own name.
+            anew: let moments be zero, whatever was saved.
         """
         self._runtime = runtime
         self._store: Store = runtime.store
         self._files = files
         self._names = names
         self._index = PieceIndex(files.manifest)
+        self._zeroed = frozenset(runtime.states) if anew else frozenset()
 
-    def load(self, io: Engine, *, states: bool, gradients: bool) -> None:
+    def load(self, io: Engine, thread_count: int, *, states: bool, gradients: bool) -> None:
         """Set all weights that were saved, and what else is asked for.
 
         Raises:
@@ -214,14 +238,20 @@ class ShardLoader:
             for portion in portions
             if portion.block is not None
         }
-        blocks = _Blocks(self._files.read(io, iter(order.values())), uses)
-        for group, portions in plan:
-            changed = {portion.field for portion in portions}
-            numel = sum(portion.numel for portion in portions)
-            covered = numel == len(changed) * group.numel
-            with write_group(store, group, changed, keeps=not states, is_covered=covered) as writer:
-                for portion in portions:
-                    writer.put(portion.field, portion.target, blocks.values(portion))
+        crew = Crew(thread_count)
+        with self._files.reader(io, order.values()) as reader:
+            try:
+                filler = Filler(reader, self._files.stream(reader), self._files.compare, crew, uses)
+                for group, portions in plan:
+                    changed = {portion.field for portion in portions}
+                    numel = sum(portion.numel for portion in portions if not portion.is_bases)
+                    covered = numel == len(changed) * group.numel
+                    with write_group(
+                        store, group, changed, keeps=not states, is_covered=covered
+                    ) as writer:
+                        filler.fill(writer, portions)
+            finally:
+                crew.close()
         if store.pager is not None:
             store.pager.drain()
         for segment in self._runtime.segments:
@@ -261,12 +291,33 @@ class ShardLoader:
             if low >= high or name is None:
                 continue
             first, target = piece.first + low - piece.start, low - group.start
-            if not self._index.has(name, section):
+            if section in self._zeroed or not self._index.has(name, section):
                 yield from _zeros(field, target, high - low)
                 continue
+            bases = self._code_bases(name, section, first, first + high - low)
+            if bases is not None:
+                yield from self._base_portions(name, section, field, bases)
             for block, start, count in self._index.blocks(name, section, first, first + high - low):
-                yield Portion(block, start, count, field, target)
+                yield Portion(block, start, count, field, target, bases)
                 target += count
+
+    def _code_bases(self, name: str, section: str, start: int, stop: int) -> CodeBases | None:
+        """Return room for the bases of codes, or None if a section has no codes."""
+        if not self._index.has(name, section + BASE):
+            return None
+        first = start // CODE_BLOCK_NUMEL
+        count = -(-stop // CODE_BLOCK_NUMEL) - first
+        return CodeBases(first, np.empty(count, np.uint16))
+
+    def _base_portions(
+        self, name: str, section: str, field: Field, bases: CodeBases
+    ) -> Iterator[Portion]:
+        """Yield what bases are made of; it comes before their codes."""
+        target = 0
+        stop = bases.first + bases.values.size
+        for block, start, count in self._index.blocks(name, section + BASE, bases.first, stop):
+            yield Portion(block, start, count, field, target, bases, is_bases=True)
+            target += count
 
     def _settle(self, segment: Segment) -> None:
         """Tell whoever depends on the values that they changed."""
@@ -282,34 +333,7 @@ class ShardLoader:
         reducer.take_stored(segment)
 
 
-class _Blocks:
-    """Gives the values of portions in order; a block that several need is kept for them."""
-
-    def __init__(
-        self, stream: Iterator[tuple[BlockKey, Span]], uses: collections.Counter[tuple[int, int]]
-    ) -> None:
-        self._stream = stream
-        self._uses = uses
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}
-
-    def values(self, portion: Portion) -> torch.Tensor:
-        """Return the values of a portion; they are valid until the next one."""
-        if portion.block is None:
-            return torch.zeros(portion.numel)
-        key = portion.identity
-        block = self._kept.get(key)
-        self._uses[key] -= 1
-        if block is None:
-            _, span = next(self._stream)
-            block = torch.frombuffer(span.view(), dtype=DTYPES[portion.block[0].dtype])
-            if self._uses[key]:
-                block = self._kept[key] = block.clone()
-        if not self._uses[key]:
-            self._kept.pop(key, None)
-        return block[portion.start : portion.start + portion.numel]
-
-
-def verify_blocks(files: CheckpointFiles, io: Engine) -> int:
+def verify_blocks(files: CheckpointFiles, io: Engine, thread_count: int) -> int:
     """Compare every block of a checkpoint with its checksum; return the bytes that were read.
 
     Raises:
@@ -318,10 +342,31 @@ def verify_blocks(files: CheckpointFiles, io: Engine) -> int:
     blocks = (
         (piece, number)
         for rank in files.manifest.ranks
-        for piece in sorted(rank.file.pieces, key=lambda each: each.offset)
+        for file in rank.files
+        for piece in sorted(file.pieces, key=lambda each: each.offset)
         for number in range(len(piece.checksums))
     )
-    return sum(span.size_bytes for _, span in files.read(io, blocks))
+    crew, size_bytes = Crew(thread_count), 0
+
+    def compare(batch: list[ReadBytes]) -> None:
+        try:
+            for each in batch:
+                files.compare(each)
+        finally:
+            for each in batch:
+                reader.release(each)
+
+    with files.reader(io, blocks) as reader:
+        try:
+            for _, batch in itertools.groupby(files.stream(reader), lambda read: id(read.batch)):
+                reads = list(batch)
+                size_bytes += sum(each.span.size_bytes for each in reads)
+                crew.give(partial(compare, reads))
+            crew.wait()
+        finally:
+            crew.settle()
+            crew.close()
+    return size_bytes
 
 
 def _block_bytes(piece: PieceEntry) -> int:

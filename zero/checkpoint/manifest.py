@@ -4,7 +4,9 @@
 sections: its weight (the fp32 master if it is trained, else its own type), the states of its
 optimizer by name, and its gradient if a window is half accumulated. A piece is a range of logical
 elements and lies whole in one file. For every tensor and section the pieces tile all elements;
-there is nothing in a manifest that depends on world size, tiers or formats. Every
+there is nothing in a manifest that depends on world size or tiers. States are in fp32, or, if that
+was asked for, as they were stored: in bf16, or as 8-bit codes, whose bases are a section of their
+own, one for each `CODE_BLOCK_NUMEL` logical elements. Every
 `CHECKSUM_NUMEL` elements of a piece have a checksum; the manifest has one of itself.
 
 All that is read here was written by somebody else: names lead out of no folder, sizes are compared
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 import xxhash
 
+from estimators import CODE_BLOCK_NUMEL
 from zero.errors import CheckpointError
 
 FORMAT = "tierzero checkpoint"
@@ -30,6 +33,9 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 CHECKSUM_NUMEL = 1 << 18
 """Elements under one checksum."""
+
+BASE = ".base"
+"""What the section of the bases of codes is called, after the section of the codes."""
 
 WEIGHT = "weight"
 GRADIENT = "gradient"
@@ -51,6 +57,7 @@ DTYPES = {
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "U16": torch.uint16,
     "BOOL": torch.bool,
 }
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -122,6 +129,13 @@ class RankEntry:
     """Its run state as plain data; tensors are in the file."""
     client: Any
     """Its client state, likewise."""
+    frozen: FileEntry | None = None
+    """Its shards of frozen parameters, if they are in a file of their own."""
+
+    @property
+    def files(self) -> tuple[FileEntry, ...]:
+        """All of its files."""
+        return (self.file,) if self.frozen is None else (self.file, self.frozen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +163,20 @@ class Manifest:
     @property
     def size_bytes(self) -> int:
         """Bytes of all files."""
-        return sum(rank.file.size_bytes for rank in self.ranks)
+        return sum(file.size_bytes for rank in self.ranks for file in rank.files)
 
     def pieces(self) -> Iterator[tuple[FileEntry, PieceEntry]]:
         """Yield all pieces, with their files."""
         for rank in self.ranks:
-            for piece in rank.file.pieces:
-                yield rank.file, piece
+            for file in rank.files:
+                for piece in file.pieces:
+                    yield file, piece
 
 
 def rank_data(rank: RankEntry) -> dict[str, Any]:
     """Return what one rank saved as JSON data."""
-    return {"file": asdict(rank.file), "run": rank.run, "client": rank.client}
+    found = {"file": asdict(rank.file), "run": rank.run, "client": rank.client}
+    return found if rank.frozen is None else {**found, "frozen": asdict(rank.frozen)}
 
 
 def manifest_text(manifest: Manifest) -> str:
@@ -257,15 +273,22 @@ def _tensor(data: Mapping[str, Any]) -> TensorEntry:
 
 
 def _rank(data: Mapping[str, Any]) -> RankEntry:
-    file = data["file"]
-    name = _text(file["name"])
+    file = _file(data["file"])
+    if not isinstance(data["run"], dict):
+        raise CheckpointError(f"{file.name} comes without a run state")
+    frozen = _file(data["frozen"]) if "frozen" in data else None
+    return RankEntry(file, data["run"], data["client"], frozen)
+
+
+def _file(data: Mapping[str, Any]) -> FileEntry:
+    name = _text(data["name"])
     if not _FILE_NAME.fullmatch(name):
         raise CheckpointError(
             f"a manifest names the file {name!r}; files of a checkpoint are plain names in its own"
             " folder: this one is forged"
         )
     entry = FileEntry(
-        name, _count(file["size_bytes"]), tuple(_piece(each) for each in file["pieces"])
+        name, _count(data["size_bytes"]), tuple(_piece(each) for each in data["pieces"])
     )
     end = 0
     for piece in sorted(entry.pieces, key=lambda each: (each.offset, each.size_bytes)):
@@ -276,9 +299,7 @@ def _rank(data: Mapping[str, Any]) -> RankEntry:
                 " piece or lies outside"
             )
         end = piece.offset + piece.size_bytes
-    if not isinstance(data["run"], dict):
-        raise CheckpointError(f"{name} comes without a run state")
-    return RankEntry(entry, data["run"], data["client"])
+    return entry
 
 
 def _piece(data: Mapping[str, Any]) -> PieceEntry:
@@ -298,20 +319,19 @@ def _piece(data: Mapping[str, Any]) -> PieceEntry:
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:
-    names = [rank.file.name for rank in manifest.ranks]
-    if len(set(names)) != len(names):
+    files = [file for rank in manifest.ranks for file in rank.files]
+    if len({file.name for file in files}) != len(files):
         raise CheckpointError(f"{folder}: two ranks name the same file")
-    for rank in manifest.ranks:
-        path = folder / rank.file.name
+    for file in files:
+        path = folder / file.name
         if path.is_symlink() or not path.is_file():
             raise CheckpointError(
-                f"{folder} lacks {rank.file.name}; copy the whole folder, or take another"
-                " checkpoint"
+                f"{folder} lacks {file.name}; copy the whole folder, or take another checkpoint"
             )
         size = path.stat().st_size
-        if size != rank.file.size_bytes:
+        if size != file.size_bytes:
             raise CheckpointError(
-                f"{path} has {size} bytes, and {rank.file.size_bytes} were written; it was cut"
+                f"{path} has {size} bytes, and {file.size_bytes} were written; it was cut"
                 " short or changed: copy it again, or take another checkpoint"
             )
 
@@ -328,15 +348,41 @@ def _check_tiles(path: Path, manifest: Manifest) -> None:
         if piece.name not in known:
             raise CheckpointError(f"{path}: {piece.key} belongs to no tensor")
         found.setdefault((piece.name, piece.section), []).append(piece)
-    for (name, section), pieces in found.items():
-        if not _is_tiled(pieces, known[name].numel):
-            raise CheckpointError(
-                f"{path}: the pieces of {section} of {name} do not make up its"
-                f" {known[name].numel} elements; take another checkpoint"
-            )
+    for name, section in found:
+        _check_section(path, known[name], section, found)
+        if section in manifest.states:
+            _check_state(path, name, section, found)
     for name, tensor in known.items():
         if tensor.numel and (name, WEIGHT) not in found:
             raise CheckpointError(f"{path}: tensor {name} has no values")
+
+
+Sections = Mapping[tuple[str, str], Sequence[PieceEntry]]
+
+
+def _check_section(path: Path, tensor: TensorEntry, section: str, found: Sections) -> None:
+    numel = tensor.numel
+    if section.endswith(BASE):
+        numel = -(-numel // CODE_BLOCK_NUMEL)
+    if not _is_tiled(found[tensor.name, section], numel):
+        raise CheckpointError(
+            f"{path}: the pieces of {section} of {tensor.name} do not make up its {numel}"
+            " elements; take another checkpoint"
+        )
+
+
+def _check_state(path: Path, name: str, section: str, found: Sections) -> None:
+    """Refuse types that no state is stored in, and codes that nothing says how to decode."""
+    dtype = found[name, section][0].dtype
+    if dtype not in ("F32", "BF16", "U8"):
+        raise CheckpointError(
+            f"{path}: {section} of {name} has the type {dtype}, which no state has"
+        )
+    bases = found.get((name, section + BASE), ())
+    if (dtype == "U8") != bool(bases) or (bases and bases[0].dtype != "U16"):
+        raise CheckpointError(
+            f"{path}: {section} of {name} has codes without bases, or the reverse"
+        )
 
 
 def _is_tiled(pieces: Sequence[PieceEntry], numel: int) -> bool:

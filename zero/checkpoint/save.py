@@ -10,6 +10,7 @@ folder in its place, or why it will not come.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,16 +24,16 @@ from zero.checkpoint.directory import (
     PendingFolder,
     check_tag,
     prune,
-    replace_text,
+    show_text,
     write_synced,
 )
-from zero.checkpoint.layout import plan_file
+from zero.checkpoint.frozen_file import SameFile, find_same, rests_in_memory
+from zero.checkpoint.layout import plan_file, plan_frozen_file
 from zero.checkpoint.manifest import (
     CLIENT,
     DTYPE_CODES,
     MANIFEST_NAME,
     STATE,
-    FileEntry,
     Manifest,
     RankEntry,
     TensorEntry,
@@ -40,7 +41,7 @@ from zero.checkpoint.manifest import (
     parse_rank,
     rank_data,
 )
-from zero.checkpoint.rank_file import RankFile
+from zero.checkpoint.rank_file import BLOCK_COUNT, RankFile, RankFiles
 from zero.checkpoint.script import write_script
 from zero.errors import CheckpointError
 from zero.parameter import reference_of
@@ -48,12 +49,16 @@ from zero.plain import to_plain
 from zero.run_state import RunState, capture
 
 if TYPE_CHECKING:
+    from offload import Store
     from zero.comm import Communicator
     from zero.engine import ZeroEngine
 
 STALL_S = 600.0
 """How long a rank waits for the others while none of their files changes."""
 _POLL_S = 0.02
+_MOST_HELPERS = 3
+"""Each takes the interpreter lock some thousand times a gigabyte: more would wait for it instead of
+working."""
 
 _BEST_ENGINES: dict[int, str] = {}
 """What trying all engines on a file system has found; it takes longer than a small save."""
@@ -69,13 +74,14 @@ class SaveRequest:
     save_latest: bool = True
     exclude_frozen: bool = False
     keep_last: int | None = None
+    as_stored: bool = False
 
 
 class Save:
     """One checkpoint that is being written by this rank."""
 
-    def __init__(self, engine: ZeroEngine, request: SaveRequest) -> None:
-        """Agree with the other ranks and reserve the space; nothing of the state is read yet.
+    def __init__(self, engine: ZeroEngine, request: SaveRequest, *, blocking: bool) -> None:
+        """Agree with the other ranks and reserve the space; nothing is written yet.
 
         Raises:
             CheckpointError: if it cannot be saved; nothing is left behind.
@@ -94,12 +100,16 @@ class Save:
         try:
             self._state: RunState = capture(engine)
             self._client = to_plain(request.client_state, "client_state", client)
+            frozen = None if request.exclude_frozen else plan_frozen_file(engine._runtime)
+            self._frozen_plan = frozen
             self._plan = plan_file(
                 engine._runtime,
-                {STATE: self._state.tensors, CLIENT: client},
+                {STATE: {**self._state.tensors, **self._state.late}, CLIENT: client},
                 _waiting(engine),
-                exclude_frozen=request.exclude_frozen,
+                exclude_frozen=request.exclude_frozen or frozen is not None,
+                as_stored=request.as_stored,
             )
+            self._same = self._find_same(engine._runtime.store, blocking=blocking)
         except Exception as error:  # noqa: BLE001  told to the other ranks, then raised
             problem = error
         agree(self._communicator, problem, "prepare it")
@@ -118,10 +128,12 @@ class Save:
             CheckpointError: if another rank failed.
         """
         try:
-            entry = self.file.finish()
-            self._leave(f"{self._part(self._communicator.rank)}", self._rank_text(entry))
+            entry, frozen = self.file.finish()
+            own = RankEntry(entry, self._state.data, self._client, frozen)
+            text = json.dumps(rank_data(own))
             if self._communicator.rank == 0:
-                return self._commit()
+                return self._commit(text)
+            self._leave(self._part(self._communicator.rank), text)
             return self._wait_for_commit()
         except BaseException as error:
             self.fail(error)
@@ -155,16 +167,46 @@ class Save:
                 problem = error
         agree(self._communicator, problem, "make its folder")
 
-    def _reserve(self) -> RankFile:
-        problem: Exception | None = None
-        file: RankFile | None = None
+    def _find_same(self, store: Store, *, blocking: bool) -> SameFile | None:
+        """Return an earlier file of the frozen shards, unless looking would hold training up."""
+        plan, communicator = self._frozen_plan, self._communicator
+        if plan is None or not (blocking or rests_in_memory(store, plan)):
+            return None
+        ranks = (communicator.rank, communicator.world_size)
+        return find_same(store, self.request.folder, plan, ranks, helper_count(communicator))
+
+    def _create_files(self) -> RankFiles:
+        """Make this rank's files, and reserve their space.
+
+        Raises:
+            OSError: if there is no room; then none is open.
+        """
+        rank, helpers = self._communicator.rank, helper_count(self._communicator)
+        path = self._pending.path
+        linked = self._same.link(path / frozen_name(rank)) if self._same is not None else None
+        if self._frozen_plan is None or linked is not None:
+            main = RankFile(path / file_name(rank), self._plan, self.io, helpers)
+            return RankFiles(main, None, linked)
+        half = BLOCK_COUNT // 2  # so that both have the memory of one
+        main = RankFile(path / file_name(rank), self._plan, self.io, helpers, half)
         try:
-            file = RankFile(
-                self._pending.path / file_name(self._communicator.rank), self._plan, self.io
-            )
+            frozen = RankFile(path / frozen_name(rank), self._frozen_plan, self.io, helpers, half)
+        except BaseException:
+            main.close()
+            raise
+        return RankFiles(main, frozen, None)
+
+    def _reserve(self) -> RankFiles:
+        problem: Exception | None = None
+        file: RankFiles | None = None
+        try:
+            file = self._create_files()
         except OSError as error:
+            needed = self._plan.size_bytes
+            if self._frozen_plan is not None and self._same is None:
+                needed += self._frozen_plan.size_bytes
             problem = CheckpointError(
-                f"checkpoint {self.request.tag} needs {self._plan.size_bytes:,} bytes for this"
+                f"checkpoint {self.request.tag} needs {needed:,} bytes for this"
                 f" rank: {error.strerror or error}; nothing was written"
             )
         try:
@@ -181,22 +223,23 @@ class Save:
             raise RuntimeError("a rank without a file agreed to go on")
         return file
 
-    def _rank_text(self, entry: FileEntry) -> str:
-        return json.dumps(rank_data(RankEntry(entry, self._state.data, self._client)))
-
     def _part(self, rank: int) -> str:
         return f"part{rank:05}.json"
 
     def _leave(self, name: str, text: str) -> None:
-        replace_text(self._pending.path / name, text)
+        show_text(self._pending.path / name, text)
 
-    def _commit(self) -> Path:
+    def _commit(self, own: str) -> Path:
         world_size, path = self._communicator.world_size, self._pending.path
-        wanted = [path / self._part(rank) for rank in range(world_size)]
+        wanted = [path / self._part(rank) for rank in range(1, world_size)]
         self._wait(lambda: all(each.is_file() for each in wanted), "their parts")
-        ranks = tuple(parse_rank(json.loads(each.read_bytes())) for each in wanted)
+        texts = [own, *(each.read_text(encoding="utf-8") for each in wanted)]
         manifest = Manifest(
-            self._tensors, ranks, self._configuration, self.request.tag, self._states
+            self._tensors,
+            tuple(parse_rank(json.loads(each)) for each in texts),
+            self._configuration,
+            self.request.tag,
+            self._states,
         )
         write_synced(path / MANIFEST_NAME, manifest_text(manifest).encode())
         for each in wanted:
@@ -245,15 +288,29 @@ def open_disk_engine(directory: Path) -> Engine:
         try:
             engine = open_engine("auto", directory=directory)
         except OSError:
-            return open_engine("threads")
+            return open_engine("auto")  # without a folder to try
         _BEST_ENGINES[device] = engine.name
         return engine
     return open_engine(_BEST_ENGINES[device])
 
 
+def helper_count(communicator: Communicator) -> int:
+    """Return how many threads encode and compare: a rank's share of the cores, up to what helps.
+
+    They hardly compute, so OMP_NUM_THREADS, which launchers set to 1, does not count.
+    """
+    cores = len(os.sched_getaffinity(0)) // max(communicator.local_world_size, 1)
+    return max(min(cores, _MOST_HELPERS), 1)
+
+
 def file_name(rank: int) -> str:
     """Return the name of a rank's file."""
     return f"rank{rank:05}.safetensors"
+
+
+def frozen_name(rank: int) -> str:
+    """Return the name of a rank's file of frozen shards."""
+    return f"rank{rank:05}.frozen.safetensors"
 
 
 def describe_tensors(engine: ZeroEngine, *, exclude_frozen: bool) -> tuple[TensorEntry, ...]:

@@ -11,24 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from estimators import SubGroup
+from estimators import CODE_BLOCK_NUMEL, SubGroup
 from offload import Field
 from offload.groups import read_group
+from offload.ranges import MOMENTS
+from offload.state import decode_stored
 from zero.buffers import check_buffers
 from zero.carried import (
     Data,
     adopt_carried,
     arrange_carried,
     join_carried,
+    moments_go_on,
     other_optimizer,
     saved_carried,
 )
-from zero.checkpoint.background import BackgroundSave
+from zero.checkpoint.background import BackgroundSave, changing_fields
 from zero.checkpoint.deepspeed import PeerLoading
 from zero.checkpoint.deepspeed_files import find_peer
-from zero.checkpoint.directory import LATEST, check_tag, find, read_latest
+from zero.checkpoint.directory import LATEST, check_tag, find, finish_removals, read_latest
 from zero.checkpoint.load import CheckpointFiles, PieceIndex, ShardLoader, verify_blocks
 from zero.checkpoint.manifest import (
+    BASE,
     CLIENT,
     DTYPES,
     STATE,
@@ -39,7 +43,7 @@ from zero.checkpoint.manifest import (
     names_of,
     read_manifest,
 )
-from zero.checkpoint.save import Save, SaveRequest, agree, open_disk_engine
+from zero.checkpoint.save import Save, SaveRequest, agree, helper_count, open_disk_engine
 from zero.checkpoint.whole_states import WholeStates
 from zero.errors import CheckpointError, RunStateError
 from zero.integrity import adopt_replaced
@@ -48,7 +52,6 @@ from zero.parameter import reference_of
 from zero.plain import from_plain
 from zero.replan import keep_moments
 from zero.run_state import RestoreParts, RunState, restore, window_survives
-from zero.runtime import Runtime
 from zero.units import ManagedParameter
 
 if TYPE_CHECKING:
@@ -77,7 +80,7 @@ def save_checkpoint(engine: ZeroEngine, request: SaveRequest, *, blocking: bool)
     """Save a checkpoint; a collective. Without `blocking` a thread goes on with it."""
     wait_for_checkpoint(engine)
     come_to_rest(engine)
-    save = Save(engine, request)
+    save = Save(engine, request, blocking=blocking)
     runtime = engine._runtime
     later: list[tuple[SubGroup, frozenset[Field]]] = []
     try:
@@ -85,7 +88,7 @@ def save_checkpoint(engine: ZeroEngine, request: SaveRequest, *, blocking: bool)
         groups = runtime.store.plan.sub_groups
         for position, group in enumerate(groups):
             fields = save.file.fields(group)
-            now = fields & _changing(runtime, group, blocking=blocking)
+            now = fields & changing_fields(runtime, group, blocking=blocking)
             if now:
                 with read_group(runtime.store, group, now, groups[position + 1 :]) as reader:
                     save.file.write_group(group, reader.copy, now)
@@ -108,22 +111,15 @@ def save_checkpoint(engine: ZeroEngine, request: SaveRequest, *, blocking: bool)
 
 
 def wait_for_checkpoint(engine: ZeroEngine) -> Path | None:
-    """Wait for a save that a thread goes on with; return its folder, or None if there is none."""
-    pending, engine.pending_save = engine.pending_save, None
-    return pending.wait() if pending is not None else None
+    """Wait for a save that a thread goes on with; return its folder, or None if there is none.
 
-
-def _changing(runtime: Runtime, group: SubGroup, *, blocking: bool) -> frozenset[Field]:
-    """Return the fields to copy at once: all, or those that may change without a word.
-
-    What rests on a GPU is read by its owner alone.
+    What it, or another, has replaced is gone as well.
     """
-    store, segment = runtime.store, runtime.segments[group.segment]
-    if blocking or not store.device.is_host:
-        return frozenset(Field)
-    if segment.is_in_place:
-        return frozenset({Field.GRADIENT, Field.PARAMETER, Field.MASTER})
-    return frozenset({Field.GRADIENT})
+    pending, engine.pending_save = engine.pending_save, None
+    try:
+        return pending.wait() if pending is not None else None
+    finally:
+        finish_removals()
 
 
 def load_checkpoint(engine: ZeroEngine, request: LoadRequest) -> tuple[Path, Any] | None:
@@ -184,6 +180,7 @@ class _Loading:
         self._request = request
         self._manifest = manifest
         self._names = match_names(engine, manifest, strict=request.strict)
+        self._moments_go_on = moments_go_on(engine.optimizer, manifest.states)
         ranks = manifest.ranks
         rank = engine.global_rank if engine.global_rank < len(ranks) else 0
         self._rank: RankEntry = ranks[rank]
@@ -192,6 +189,7 @@ class _Loading:
             self._carried = self._saved_carried()
             self._whole_states = WholeStates(engine, manifest, self._names)
         RunState.from_json(json.dumps(self._rank.run), {})
+        self._helpers = helper_count(engine._runtime.communicator)
         self._io = open_disk_engine(path)
 
     @classmethod
@@ -218,7 +216,7 @@ class _Loading:
             check_buffers(engine.module, state.value("buffers"), strict=request.strict)
             client = from_plain(self._rank.client, tensors[CLIENT])
             if request.verify or (request.verify is None and engine._history.updates):
-                verify_blocks(self.files, self._io)
+                verify_blocks(self.files, self._io, self._helpers)
             notes = self._replace(state)
         finally:
             self._io.close()
@@ -242,13 +240,18 @@ class _Loading:
         store = engine._runtime.store
         keeps_window = states and window_survives(engine, state)
         try:
-            loader = ShardLoader(engine._runtime, self.files, self._names)
-            loader.load(self._io, states=states, gradients=keeps_window)
+            loader = ShardLoader(
+                engine._runtime, self.files, self._names, anew=not self._moments_go_on
+            )
+            loader.load(self._io, self._helpers, states=states, gradients=keeps_window)
             notes = self._note_frozen() if states else []
             if states:
                 self._keep_waiting()
             parts = RestoreParts(
-                run=not request.module_only, optimizer=states, scheduler=request.scheduler
+                run=not request.module_only,
+                optimizer=states,
+                scheduler=request.scheduler,
+                moments=self._moments_go_on,
             )
             notes += restore(engine, state, parts, strict=request.strict)
         except BaseException:
@@ -298,13 +301,16 @@ class _Loading:
         self._whole_states.adopt(self._read_piece)
 
     def _births(self, updates: int) -> dict[int, int]:
-        """Return the births of what is trained, where they are not zero."""
+        """Return the births of what is trained, where they are not zero.
+
+        Where moments begin anew all parameters are as if they had not been trained yet.
+        """
         saved = names_of(self._manifest.tensors)
         births = {}
         for segment in self._engine._runtime.segments:
             for member in segment.members:
                 entry = saved.get(self._names.get(member.name, ""))
-                steps = entry.steps if entry is not None else None
+                steps = entry.steps if entry is not None and self._moments_go_on else None
                 if segment.spec.trainable and (steps or 0) != updates:
                     births[id(member.parameter)] = updates - (steps or 0)
         return births
@@ -336,7 +342,7 @@ class _Loading:
         saved = names_of(self._manifest.tensors)
         index = PieceIndex(self._manifest)
         for segment in engine._runtime.segments:
-            if segment.spec.trainable:
+            if segment.spec.trainable or not self._moments_go_on:
                 continue
             for member in segment.members:
                 entry = saved.get(self._names.get(member.name, ""))
@@ -355,15 +361,27 @@ class _Loading:
 
     def _whole(self, entry: TensorEntry, section: str) -> torch.Tensor:
         """Read a whole section of one tensor, flat, fp32; zeros if it was not saved."""
+        index = PieceIndex(self._manifest)
         values = torch.zeros(entry.numel)
-        found = list(PieceIndex(self._manifest).blocks(entry.name, section, 0, entry.numel))
+        if not index.has(entry.name, section):
+            return values
+        found = self._joined(index, entry.name, section, entry.numel)
+        bases = None
+        if index.has(entry.name, section + BASE):
+            count = -(-entry.numel // CODE_BLOCK_NUMEL)
+            bases = self._joined(index, entry.name, section + BASE, count).numpy()
+        values[:] = decode_stored(MOMENTS[self._engine._runtime.states[section]], found, bases)
+        return values
+
+    def _joined(self, index: PieceIndex, name: str, section: str, numel: int) -> torch.Tensor:
+        """Read a section as it was saved."""
+        found = list(index.blocks(name, section, 0, numel))
+        values = torch.zeros(numel, dtype=DTYPES[found[0][0][0].dtype])
         start = 0
-        for (block, span), (_, _, count) in zip(
-            self.files.read(self._io, iter([each[0] for each in found])), found, strict=True
-        ):
-            dtype = DTYPES[block[0].dtype]
-            values[start : start + count] = torch.frombuffer(span.view(), dtype=dtype)
-            start += count
+        for _, span in self.files.read(self._io, iter([block for block, _, _ in found])):
+            part = torch.frombuffer(span.view(), dtype=values.dtype)
+            values[start : start + part.numel()] = part
+            start += part.numel()
         return values
 
     def _note_frozen(self) -> list[str]:

@@ -33,13 +33,12 @@ class WholeStates:
         """
         self._whole = engine.optimizer.fused if engine.optimizer is not None else None
         self._found: dict[int, tuple[RankEntry, Any]] = {}
-        self._rank = engine.global_rank
         if not isinstance(self._whole, WholeOptimizer):
             return
         saved = {
             name: (rank, state)
             for rank in manifest.ranks
-            for name, state in (rank.run["optimizer"] or {}).get("whole", [])
+            for name, state, _ in rank.run.get("whole", [])
         }
         steps = {each.name: each.steps for each in manifest.tensors}
         for segment in engine._runtime.segments:
@@ -57,11 +56,11 @@ class WholeStates:
     def adopt(self, read: ReadPiece) -> None:
         """Let this rank go on with what it owns, and with nothing else."""
         if isinstance(self._whole, WholeOptimizer):
-            self._whole.kept = {
-                key: from_plain(state, _Tensors(rank, read))
-                for key, (rank, state) in self._found.items()
-                if self._whole.owners.get(key) == self._rank
-            }
+            self._whole.forget()
+            for key, (rank, state) in self._found.items():
+                if self._whole.owns(key):
+                    self._whole.keep(key, from_plain(state, _Tensors(rank, read)))
+            self._whole.records.settle()
 
 
 class _Tensors(Mapping[str, torch.Tensor]):

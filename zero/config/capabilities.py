@@ -65,7 +65,7 @@ REFUSALS = (
     Refusal(
         {"optimizer": tuple(name for name in OPTIMIZERS if name not in SUPPORTED_OPTIMIZERS)},
         "optimizer.type",
-        "by its name there is none: it is not element-wise, or not torch's",
+        "by its name there is none: it is not torch's, or it calls a closure",
         'write "AdamW", or pass an object of a class that needs whole tensors (docs/optimizers.md)',
     ),
     Refusal(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import PrivateAttr
 
-from estimators import ElementType, StateFormat, Tier
+from estimators import ElementType, Persistence, StateFormat, Tier
 from zero.config.autos import UNRESOLVED
 from zero.config.batch import MICRO, TOTAL, BatchTriple, resolve_batch
 from zero.config.capabilities import OTHER, SAME, WIDER, Combination, refusals
@@ -127,6 +127,10 @@ class ZeroConfig(Document):
             sub_group_numel=zero.sub_group_size or ZeroOptimization().sub_group_size,
             prefetch_numel=zero.stage3_prefetch_bucket_size,
             live_numel=zero.stage3_max_live_parameters,
+            reuse_numel=zero.stage3_max_reuse_distance,
+            persistence=Persistence(
+                zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
+            ),
             tiers=self._tier_settings(),
             aio=AioSettings()
             if aio is None
@@ -188,6 +192,7 @@ class ZeroConfig(Document):
             verify=tiers.verify,
             durable=DurableSettings(**tiers.durable) if tiers.durable else None,
             keep_last_checkpoints=tiers.keep_last_checkpoints,
+            checkpoints_as_stored=tiers.checkpoints_as_stored,
         )
 
     def _scheduler_factory(self) -> NamedFactory | None:

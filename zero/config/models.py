@@ -112,7 +112,7 @@ class Tiers(Section):
     )
     update_device: Annotated[str, Choice(words=("auto", "cpu", "device"))] = key(
         "where the optimizer runs: device streams state through a GPU, at the speed of its link;"
-        " auto does so where there is one",
+        " auto does so where there is one, unless the host is measured to be much sooner over",
         default="auto",
         auto=Auto.MACHINE,
     )
@@ -128,6 +128,11 @@ class Tiers(Section):
     keep_last_checkpoints: Annotated[int | None, Integer(nullable=True, minimum=1)] = key(
         "checkpoints that stay in a folder when another is saved there; null keeps all",
         default=None,
+    )
+    checkpoints_as_stored: _SWITCH = key(
+        "save moments in the types in which they rest (bf16, 8-bit codes) instead of fp32: smaller"
+        " checkpoints with the same values",
+        default=False,
     )
 
 

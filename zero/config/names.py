@@ -35,7 +35,10 @@ FUSED_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
 GENERIC_OPTIMIZERS = ("RMSprop", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
 """Those of torch.optim that run element by element, without a kernel."""
 
-SUPPORTED_OPTIMIZERS = (*FUSED_OPTIMIZERS, *GENERIC_OPTIMIZERS)
+WHOLE_OPTIMIZERS = ("Adafactor", "Muon")
+"""Those of torch.optim that see a parameter as a whole."""
+
+SUPPORTED_OPTIMIZERS = (*FUSED_OPTIMIZERS, *GENERIC_OPTIMIZERS, *WHOLE_OPTIMIZERS)
 """Those that can train."""
 
 SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")

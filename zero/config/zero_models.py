@@ -13,8 +13,7 @@ from zero.config.values import Choice, Integer, Number, Switch
 DEVICES = ("none", "cpu", "nvme")
 
 _SLOTS = "slots are sized and counted from tiers.host_memory and the largest sub-group"
-_RESIDENCY = "what stays resident is decided from the recorded order and tiers.host_memory"
-_EXPERTS = "units are repeated blocks; on several ranks experts are part of the block around them"
+_EXPERTS = "units are repeated blocks and routed experts; ranks may route as they like"
 _UNITS = "in stages 0 to 2 new values are gathered once a unit, after the step"
 _QUANTISED = "communication is never quantised: every rank gets the exact bits"
 
@@ -199,14 +198,15 @@ class ZeroOptimization(Section):
         default=50_000_000,
         auto=Auto.PREFETCH,
     )
-    stage3_param_persistence_threshold: Annotated[int, Integer()] = no_effect(
-        "parameters this small stay gathered",
+    stage3_param_persistence_threshold: Annotated[int, Integer()] = key(
+        "parameters of up to so many elements stay unsharded on the device, on every rank; 0 for"
+        " none",
         default=100_000,
-        why=_RESIDENCY,
         auto=Auto.PERSISTENCE,
     )
-    stage3_model_persistence_threshold: Annotated[int, Integer()] = no_effect(
-        "elements that may stay gathered in all", default=sys.maxsize, why=_RESIDENCY
+    stage3_model_persistence_threshold: Annotated[int, Integer()] = key(
+        "elements that may stay unsharded in all; the first of the model that fit",
+        default=sys.maxsize,
     )
     stage3_max_live_parameters: Annotated[int, Integer()] = key(
         "parameters gathered and read ahead at once; reading ahead ends there, a module that is"
@@ -214,10 +214,10 @@ class ZeroOptimization(Section):
         default=1_000_000_000,
         auto=Auto.DEFAULT,
     )
-    stage3_max_reuse_distance: Annotated[int, Integer()] = no_effect(
-        "keep gathered what is used again sooner",
+    stage3_max_reuse_distance: Annotated[int, Integer()] = key(
+        "a unit keeps its parameters if at most so many elements of others are used before it is"
+        " again, and while the plan has room for them; 0 for none",
         default=1_000_000_000,
-        why=_RESIDENCY,
         auto=Auto.DEFAULT,
     )
     stage3_gather_16bit_weights_on_model_save: Annotated[bool, Switch()] = no_effect(

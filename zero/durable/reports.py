@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+BY_CHECKPOINT = (
+    "call engine.save_checkpoint(folder), and load that with engine.load_checkpoint(folder) in a"
+    " run of another tiers.durable.name"
+)
+"""How a run goes on that cannot as it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
@@ -38,3 +44,15 @@ class CommitReport:
     """Written from memory; what rests on NVMe had been written by the steps."""
     manifest_bytes: int
     seconds: float
+
+
+def other_plan(then_bytes: int, now_bytes: int) -> str:
+    """Say that a run was planned otherwise, and how to go on."""
+    planned = f"with {then_bytes} bytes of tiers.host_memory, and {now_bytes} are given now, or "
+    budget = f"tiers.host_memory to {then_bytes} and the rest" if then_bytes != now_bytes else "it"
+    return (
+        f"it was planned {planned if then_bytes != now_bytes else ''}with another optimizer, other"
+        " types, parameter groups, frozen parameters, offload devices, sub_group_size or"
+        f" state_format; set {budget} as it was. To go on with what is given now, start it once"
+        f" more as it was, {BY_CHECKPOINT}"
+    )

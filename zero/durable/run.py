@@ -45,14 +45,14 @@ from zero.durable.protocol import (
     perform,
     refusal_to_begin,
 )
-from zero.durable.reports import CommitReport, Resumed
+from zero.durable.reports import BY_CHECKPOINT, CommitReport, Resumed, other_plan
 from zero.durable.signals import TerminationWatch
 from zero.errors import ConfigError
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Plan, Recalled
-from zero.run_state import capture, model_hash, require_same_model, restore
+from zero.run_state import RunState, capture, model_hash, require_same_model, restore
 from zero.settings import Settings
-from zero.whole import WholeOptimizer
+from zero.whole import recall_whole
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine
@@ -123,11 +123,6 @@ class DurableRun:
             raise ConfigError(
                 f"tiers.durable: the run {durable.name!r} has no optimizer, so it makes no steps to"
                 " commit; pass an optimizer, or remove tiers.durable"
-            )
-        if isinstance(optimizer.fused, WholeOptimizer):
-            raise ConfigError(
-                f"tiers.durable: {optimizer.fused.name} keeps whole tensors, which commits do not;"
-                " remove tiers.durable and save checkpoints, or use an element-wise optimizer"
             )
         run, error = None, ""
         try:
@@ -225,6 +220,7 @@ class DurableRun:
                     " with, or give the new run another tiers.durable.name"
                 )
             changes = restore(engine, state)
+            _recall_whole(engine, state)
             adopt_births(engine, state, changes)
             self.resumed = replace(self.resumed, changes=tuple(changes))
             if self._communicator.rank == 0:
@@ -316,8 +312,8 @@ class DurableRun:
         if then - {now}:
             raise DurableError(
                 f"the durable run {self.name!r} has {sorted(then)} ranks, and {now} are here; start"
-                f" it with as many as it has, or load a checkpoint of it on {now} ranks, or give"
-                " the new run another tiers.durable.name"
+                f" it with as many as it has. To go on with {now}, start it once more with those,"
+                f" {BY_CHECKPOINT}"
             )
         others = [rank for rank, each in enumerate(found) if each["model"] != self._model]
         if others:
@@ -345,13 +341,8 @@ class DurableRun:
         facts = RunFacts.from_header(self._chosen.header)
         if self._chosen.layout != self._layout:
             ranks = self._communicator.local_world_size
-            raise DurableError(
-                f"it was planned with {facts.host_bytes * ranks} bytes of tiers.host_memory, and"
-                f" {memory.host_budget_bytes * ranks} are given now, or with other types, parameter"
-                " groups, frozen parameters, offload devices, sub_group_size or state_format; set"
-                f" tiers.host_memory to {facts.host_bytes * ranks} and the rest as it was, or give"
-                " the new run another tiers.durable.name"
-            )
+            then, now = facts.host_bytes * ranks, memory.host_budget_bytes * ranks
+            raise DurableError(other_plan(then, now))
         self._facts = RunFacts.of(memory, self._model, facts.file)
         file = self._places.open_file(io, facts.file)
         return KeptFile(file, self._copies, is_new=False)
@@ -477,6 +468,13 @@ class _RankMember:
         """Let the places of the last commit be written."""
         self._run._manifests.keep(name)
         self._commits.release()
+
+
+def _recall_whole(engine: ZeroEngine, state: RunState) -> None:
+    """Say what the records of whole tensors are, whose bytes the commit has."""
+    if engine.optimizer is not None:
+        keys = {name: id(parameter) for name, parameter in engine.module.named_parameters()}
+        recall_whole(engine.optimizer.fused, state.data["whole"], keys)
 
 
 def _by_rank(errors: Sequence[str]) -> str:

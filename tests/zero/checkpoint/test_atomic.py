@@ -19,7 +19,7 @@ from tests.support.configs import make_config
 from tests.support.fork_ranks import on_ranks, reap, start_ranks
 from tests.support.observe import state_digest
 from tests.support.tiny import make_batch, make_model
-from zero.checkpoint import directory, verify
+from zero.checkpoint import directory, layout, verify
 from zero.errors import CheckpointError
 
 pytestmark = pytest.mark.nvme
@@ -29,7 +29,9 @@ def make_engine(folder: Path, tier: str = "none") -> zero.ZeroEngine:
     options: dict[str, Any] = {"parameters": tier, "optimizer": tier}
     if tier == "nvme":
         options |= {"nvme_path": str(folder), "sub_group_size": 1024, "host_memory": "200KB"}
-    return zero.initialize(model=make_model(), config=make_config(**options))[0]
+    model = make_model()
+    model.blocks[1].requires_grad_(requires_grad=False)
+    return zero.initialize(model=model, config=make_config(**options))[0]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,6 +40,12 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     engine = make_engine(tmp_path_factory.mktemp("warm"))
     engine.save_checkpoint(tmp_path_factory.mktemp("warm"))
     engine.destroy()
+
+
+@pytest.fixture
+def linked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let frozen shards be linked, few as they are."""
+    monkeypatch.setattr(layout, "LEAST_FROZEN_BYTES", 1)
 
 
 def step(engine: zero.ZeroEngine, number: int, rank: int = 0) -> None:
@@ -90,6 +98,7 @@ def kill_while_saving(
     engine.save_checkpoint(folder, "after")
     assert not list(folder.glob(".saving-*")), "the next save removes what was left"
     assert not list(folder.glob(".re*"))
+    assert (folder / "after" / "rank00000.frozen.safetensors").is_file()
     engine.destroy()
 
 
@@ -111,17 +120,20 @@ def kill_case(scratch: Path, seed: int) -> None:
     kill_while_saving(scratch, seed, same_tag=seed % 3 == 0, world_size=1, blocking=seed % 4 < 2)
 
 
+@pytest.mark.usefixtures("linked")
 @pytest.mark.parametrize("seed", range(4))
 def test_a_killed_save_leaves_a_whole_checkpoint(scratch: Path, seed: int) -> None:
     kill_case(scratch, seed)
 
 
+@pytest.mark.usefixtures("linked")
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(100, 200))
 def test_many_killed_saves_leave_whole_checkpoints(scratch: Path, seed: int) -> None:
     kill_case(scratch, seed)
 
 
+@pytest.mark.usefixtures("linked")
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(300, 320))
 def test_many_pairs_of_killed_ranks_leave_whole_checkpoints(scratch: Path, seed: int) -> None:
@@ -131,6 +143,7 @@ def test_many_pairs_of_killed_ranks_leave_whole_checkpoints(scratch: Path, seed:
         )
 
 
+@pytest.mark.usefixtures("linked")
 def test_two_killed_ranks_leave_a_whole_checkpoint(scratch: Path) -> None:
     with pytest.warns(UserWarning, match="world size: saved 2, now 1"):
         kill_while_saving(scratch, 6, same_tag=True, world_size=2, blocking=True)
@@ -197,6 +210,35 @@ def test_a_tag_twice_and_only_the_last_ones_stay(scratch: Path) -> None:
         "rank00000.safetensors",
     ]
     engine.destroy()
+
+
+def test_what_is_replaced_is_removed_beside_training(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is gone at once; whoever saves next, or waits, finds the room free."""
+    engine = make_engine(scratch)
+    folder = scratch / "ck"
+    step(engine, 0)
+    engine.save_checkpoint(folder, "one")
+    gate, remove = threading.Event(), directory.shutil.rmtree
+
+    def late(path: Path, *, ignore_errors: bool) -> None:
+        gate.wait(60)
+        remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(directory, "_REMOVED_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(directory.shutil, "rmtree", late)
+    engine.save_checkpoint(folder, "one")
+    left = list(folder.glob(".removed-*"))
+    assert len(left) == 1, "the save waited for the removal"
+    assert (folder / "one" / "manifest.json").is_file()
+    threading.Timer(0.05, gate.set).start()
+    engine.save_checkpoint(folder, "two")
+    assert not left[0].exists(), "the next save needs the room"
+    engine.save_checkpoint(folder, "two", keep_last=1)
+    engine.destroy()
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["two"]
+    verify(folder)
 
 
 def test_without_an_exchange_the_old_one_is_found_where_it_waits(

@@ -11,6 +11,7 @@ import torch
 
 import zero
 from offload import Field
+from tests.aio_ops.disks import mounted_sharing
 from tests.support.configs import make_config
 from tests.support.observe import state_digest
 from tests.support.tiny import make_batch, make_model
@@ -87,6 +88,52 @@ def test_the_state_is_that_of_the_call(scratch: Path, tier: str, dtype: str) -> 
     assert state_digest(engine) == at_call
     assert engine.micro_steps == 5
     engine.destroy()
+
+
+def test_nobody_waits_where_the_file_system_shares_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread copies nothing before three steps are over, and finds the state of the call."""
+    gate, write = threading.Event(), RankFile.write_group
+
+    def late(self: RankFile, *arguments: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            gate.wait(20)
+        write(self, *arguments)
+
+    monkeypatch.setattr(RankFile, "write_group", late)
+    with mounted_sharing(tmp_path) as disk:
+        for durable in (False, True):
+            (disk / f"{durable}").mkdir()
+            config = make_config(
+                parameters="nvme",
+                optimizer="nvme",
+                nvme_path=str(disk / f"{durable}"),
+                sub_group_size=1024,
+                host_memory="24KB",
+                dtype="bf16",
+            )
+            config["tiers"]["durable"] = {"name": "run"} if durable else False
+            engine = zero.initialize(model=make_model(), config=config)[0]
+            assert engine._runtime.store.pager is not None
+            train(engine, 0, 3)
+            at_call = state_digest(engine)
+            gate.clear()
+            engine.save_checkpoint(tmp_path / f"ck{durable}", blocking=False)
+            pending = engine.pending_save
+            assert pending is not None
+            assert pending.is_cloned
+            train(engine, 3, 6)
+            assert not pending.is_over
+            assert not pending.waited_groups
+            gate.set()
+            engine.wait_for_checkpoint()
+            assert state_digest(engine) != at_call
+            engine.destroy()
+            engine = make_engine(tmp_path, "none", "bf16", accumulation=1)
+            engine.load_checkpoint(tmp_path / f"ck{durable}")
+            assert state_digest(engine) == at_call
+            engine.destroy()
 
 
 def test_state_that_was_never_written_is_saved_as_zeros(scratch: Path) -> None:

@@ -133,6 +133,23 @@ def untiled(folder: Path) -> None:
     edit(folder, change)
 
 
+def moments_as(folder: Path, dtype: str) -> None:
+    def change(body: dict[str, Any]) -> None:
+        for piece in body["ranks"][0]["file"]["pieces"]:
+            if piece["section"] == "exp_avg":
+                piece["dtype"] = dtype
+
+    edit(folder, change)
+
+
+def codes_without_bases(folder: Path) -> None:
+    moments_as(folder, "U8")
+
+
+def moments_of_integers(folder: Path) -> None:
+    moments_as(folder, "I32")
+
+
 def newer(folder: Path) -> None:
     edit(folder, lambda body: body.update(version=99))
 
@@ -175,6 +192,8 @@ DAMAGES = {
     beyond_the_end: "lies outside",
     overlapping: "overlaps another",
     untiled: "has no values",
+    codes_without_bases: "exp_avg of .* has codes without bases",
+    moments_of_integers: "exp_avg of .* has the type I32, which no state has",
     newer: "version 99",
     other_names: "missing in the checkpoint: .*; not in the model: other",
     tagged_code: r"no kind of value '\$module'",

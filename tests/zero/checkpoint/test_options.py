@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import zero
 from tests.support.configs import make_config
 from tests.support.observe import state_digest
 from tests.support.tiny import TinyTransformer, make_batch, make_model
+from zero.checkpoint import inspect
+from zero.checkpoint.manifest import read_manifest
 from zero.errors import CheckpointError
 
 pytestmark = pytest.mark.nvme
@@ -218,20 +221,36 @@ def test_schedules_of_torch_go_on(scratch: Path, make: Callable[..., Any]) -> No
     engine.destroy()
 
 
-def test_another_optimizer_keeps_its_own_hyper_parameters(scratch: Path) -> None:
-    engine = start(scratch)
-    train(engine, 0, 2)
+@pytest.mark.parametrize("types", [("AdamW", "Lion"), ("Lion", "AdamW"), ("SGD", "Lion")])
+def test_another_optimizer_goes_on_from_the_same_moments_alone(
+    scratch: Path, types: tuple[str, str]
+) -> None:
+    """One that keeps others begins anew: its first step is that of a run with these weights."""
+    first, second = ({"type": each, "params": {"lr": 3e-4}} for each in types)
+    engine = start(scratch, optimizer=first)
+    train(engine, 0, 3)
     moments = zero.safe_get_full_optimizer_state(engine.module.norm.weight, "exp_avg")
     engine.save_checkpoint(scratch / "ck")
     engine.destroy()
-    other = start(scratch, optimizer={"type": "Lion", "params": {"lr": 3e-4}})
-    with pytest.warns(zero.ResumeWarning, match="optimizer: saved AdamW, now Lion"):
+    goes_on = "AdamW" not in types
+    what = "states of the same name" if goes_on else "begins anew, at step 1"
+    other = start(scratch, make_model(seed=5), optimizer=second)
+    train(other, 0, 1)  # so that it has moments of its own, and of another step
+    with pytest.warns(zero.ResumeWarning, match=f"saved {types[0]}, now {types[1]}.*{what}"):
         other.load_checkpoint(scratch / "ck")
-    assert other.get_lr() == [3e-4]
-    assert other.optimizer.param_groups[0]["weight_decay"] == 0.0
+    assert other.optimizer.param_groups[0]["weight_decay"] == 0.0 or types[1] == "AdamW"
     kept = zero.safe_get_full_optimizer_state(other.module.norm.weight, "exp_avg")
     assert moments is not None
-    assert torch.equal(kept, moments)
+    assert kept is not None
+    assert torch.equal(kept, moments if goes_on else torch.zeros_like(kept))
+    if not goes_on:
+        fresh = start(scratch, make_model(seed=5), optimizer=second)
+        with pytest.warns(zero.ResumeWarning, match="not loaded, as asked"):
+            fresh.load_checkpoint(scratch / "ck", load_optimizer_states=False)
+        train(fresh, 3, 5)
+        train(other, 3, 5)
+        assert state_digest(other) == state_digest(fresh)
+        fresh.destroy()
     other.destroy()
 
 
@@ -250,3 +269,59 @@ def test_an_optimizer_without_a_kernel_takes_weights_alone(scratch: Path) -> Non
     train(other, 2, 4)
     assert other.global_steps == 4
     other.destroy()
+
+
+@pytest.mark.parametrize(
+    ("state_format", "dtype", "bytes_each", "types"),
+    [("bf16", "BF16", 2.0, "bf16"), ("compact", "U8", 1 + 2 / 32, "8-bit codes and fp32")],
+)
+def test_moments_are_saved_as_they_are_stored(
+    scratch: Path, state_format: str, dtype: str, bytes_each: float, types: str
+) -> None:
+    """Small files, the same state; every format reads them, also what is frozen meanwhile."""
+
+    def make(wanted: str, *frozen: int) -> zero.ZeroEngine:
+        return start(
+            scratch, frozen_model(*frozen), tiers={"host_memory": "24KB", "state_format": wanted}
+        )
+
+    engine = make(state_format)
+    assert engine._runtime.store.pager is not None
+    train(engine, 0, 3)
+    saved = state_digest(engine)
+    moment = zero.safe_get_full_optimizer_state(engine.module.blocks[0].up.weight, "exp_avg_sq")
+    engine.save_checkpoint(scratch / "wide")
+    engine.save_checkpoint(scratch / "ck", as_stored=True)
+    engine.destroy()
+    manifest = read_manifest(scratch / "ck" / "global_step3")
+    with safe_open(scratch / "ck" / "global_step3" / "rank00000.safetensors", "np") as file:
+        pieces = [piece for _, piece in manifest.pieces() if piece.section.startswith("exp_avg")]
+        narrow = {piece.name for piece in pieces if piece.dtype == dtype}
+        assert "blocks.0.up.weight" in narrow
+        for name in narrow:
+            own = [piece for piece in pieces if piece.name == name]
+            numel = sum(piece.numel for piece in own if piece.section == "exp_avg_sq")
+            assert sum(piece.size_bytes for piece in own) == pytest.approx(
+                2 * bytes_each * numel, abs=4
+            )
+            stored = file.get_slice(f"exp_avg_sq/{name}")
+            assert stored.get_dtype() == dtype
+    summary = inspect(scratch / "ck")
+    assert summary.run["optimizer state"] == types
+    assert summary.size_bytes < inspect(scratch / "wide").size_bytes
+    for wanted in (state_format, "fp32"):
+        engine = make(wanted)
+        engine.load_checkpoint(scratch / "ck")
+        assert state_digest(engine) == saved, wanted
+        engine.destroy()
+    engine = make(state_format, 0)  # its moments wait until it is trained again
+    with pytest.warns(zero.ResumeWarning, match="frozen now, trained then"):
+        engine.load_checkpoint(scratch / "ck")
+    engine.save_checkpoint(scratch / "waiting", as_stored=True)
+    engine.destroy()
+    engine = make(state_format)
+    with pytest.warns(zero.ResumeWarning, match="trained now, frozen then"):
+        engine.load_checkpoint(scratch / "waiting")
+    found = zero.safe_get_full_optimizer_state(engine.module.blocks[0].up.weight, "exp_avg_sq")
+    assert torch.equal(found, moment)
+    engine.destroy()

@@ -261,10 +261,12 @@ def test_another_model_or_plan_is_refused(place: Path) -> None:
         zero.initialize(model=Wider(), config=config)
     thawed = make_noisy()
     thawed.frozen.requires_grad_(requires_grad=True)
-    with pytest.raises(zero.DurableError, match=r"set tiers.host_memory to 44000 and the rest"):
+    with pytest.raises(zero.DurableError, match=r"frozen parameters, .* set it as it was"):
         zero.initialize(model=thawed, config=config)
     config["tiers"]["host_memory"] = "100KB"
-    with pytest.raises(zero.DurableError, match=r"planned with 44000 .* and 100000 are given now"):
+    with pytest.raises(
+        zero.DurableError, match=r"planned with 44000 .* and 100000 are given now, or"
+    ):
         begin(config)
     config["tiers"]["host_memory"] = "auto"  # means as the run began, if there is one
     engine = begin(config)

@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Prepares the package and DeepSpeed on a machine with a GPU and no package index, then runs rows of
+# the GPU benchmark on both sides.
+#
+#     scripts/gpu_peers.sh OUT SECONDS [GROUP ...]    groups of gpu_suite.py: host nvme lossy param
+#
+# OUT.tgz is written anew after each row. The folder .peer holds what DeepSpeed needs there:
+#     ds.tgz        its unpacked source distribution: deepspeed csrc op_builder accelerator version.txt
+#     aio/include, aio/lib    libaio.h and libaio.so
+#     whl           wheels of what that machine's Python lacks
+#     program.py    trains a case on one GPU: its command line and its last line are told in
+#                   scripts/README.md, "Peers of the GPU benchmark"
+# Preparing takes a minute; what is there already is not made again.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=$1 seconds=$2
+shift 2
+
+peer=$PWD/.peer made=${TMPDIR:-/tmp}/tierzero-peer
+export LD_LIBRARY_PATH=$peer/aio/lib:${LD_LIBRARY_PATH:-} LIBRARY_PATH=$peer/aio/lib
+export CPATH=$peer/aio/include CFLAGS="-I$peer/aio/include" LDFLAGS="-L$peer/aio/lib"
+export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0} TOKENIZERS_PARALLELISM=false
+
+prepare_peer() {
+  mkdir -p "$made/ds" "$made/site"
+  tar -xzf "$peer/ds.tgz" -C "$made/ds"
+  ln -sfn ../../csrc "$made/ds/deepspeed/ops/csrc"
+  ln -sfn ../../op_builder "$made/ds/deepspeed/ops/op_builder"
+  cp -rn "$made/ds/accelerator" "$made/ds/deepspeed/accelerator" 2>/dev/null || true
+  python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$made/site" \
+    "$peer"/whl/*.whl
+  local builder jobs=()
+  for builder in CPUAdamBuilder AsyncIOBuilder UtilsBuilder; do
+    PYTHONPATH=$made/ds:$made/site python3 -c \
+      "from deepspeed.ops.op_builder import $builder as B; B().load(verbose=False)" \
+      >"$made/$builder.log" 2>&1 &
+    jobs+=($!)
+  done
+  wait "${jobs[@]}"
+  touch "$made/ready"
+}
+
+begin=$SECONDS
+jobs=()
+if [[ ! -e $made/ready ]]; then
+  prepare_peer &
+  jobs+=($!)
+fi
+if [[ ! -d .device-site/zero ]]; then
+  scripts/device_smoke.sh >"${TMPDIR:-/tmp}/tierzero-smoke.log" 2>&1 &
+  jobs+=($!)
+fi
+for job in "${jobs[@]}"; do
+  wait "$job" || { tail -n 5 "$made"/*.log "${TMPDIR:-/tmp}/tierzero-smoke.log"; exit 1; }
+done
+echo "prepared in $((SECONDS - begin)) s"
+
+export PYTHONPATH=$PWD/.device-site:$made/ds:$made/site PYTHONUNBUFFERED=1
+exec python3 scripts/gpu_suite.py --program "$peer/program.py" --out "$out" \
+  --nvme "${TMPDIR:-/tmp}/tierzero-swap" --seconds "$seconds" ${1:+--only "$@"}

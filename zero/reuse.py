@@ -1,0 +1,124 @@
+"""Units that are used again soon keep their parameters in memory between the uses.
+
+[Note: kept parameters] A unit that is kept is sharded all the same: its flat buffer has memory and
+the gathered values, but they do not count, as those that come to a device ahead of their use. So a
+touch finds what the shards hold, and whatever writes a parameter makes what is kept old: it is then
+gathered again. Ranks need not keep the same: they tell each other when they meet, and gather unless
+all of them have the values. A unit is kept if the recorded order says that it is used again after
+at most `max_reuse_distance` elements of others, and only in room that the plan has for units in use
+and within `max_live_parameters`: where another unit needs the room, the one that is used last
+leaves. What is kept goes at the end of a backward, of a forward without gradients, and at a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from offload import Store
+from zero.coming import UnitAhead
+from zero.memory import live_parameter_bytes
+from zero.order import RecordedOrder
+from zero.unit import Unit
+
+KEPT = "parameters kept for their next use (peak)"
+"""What the ledger calls the most bytes that were kept at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchLimits:
+    """How many parameters may be read ahead, and kept."""
+
+    prefetch_numel: int
+    live_numel: int
+    reuse_numel: int = 0
+    """Elements of other units before the next use of one that is kept; 0 keeps none."""
+
+
+class KeptUnits:
+    """The kept units of one engine."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        store: Store,
+        order: RecordedOrder,
+        limits: PrefetchLimits,
+        present: tuple[Mapping[int, Unit], UnitAhead],
+    ) -> None:
+        self._units = tuple(units)
+        self._store = store
+        self._order = order
+        self._limits = limits
+        self._unsharded, self._ahead = present
+        self._kept: dict[int, Unit] = {}
+
+    @property
+    def units(self) -> Collection[Unit]:
+        """The units that are kept."""
+        return self._kept.values()
+
+    def is_ready(self, unit: Unit) -> bool:
+        """Tell whether the parameters of a unit need not be read for its next use."""
+        return unit.index in self._kept or (bool(self._limits.reuse_numel) and unit.is_unsharded)
+
+    def reshard(self, unit: Unit, *, may_keep: bool, is_recomputed: bool) -> None:
+        """Reshard a unit, and keep its parameters if they are used again soon.
+
+        A unit that is recomputed inside a backward is used again at once.
+        """
+        held_bytes = unit.live_bytes
+        keeps = may_keep and unit.moves and self._is_near(unit, is_recomputed=is_recomputed)
+        unit.reshard(keeps_for=self._store if keeps else None)
+        if unit.is_kept:
+            self._kept[unit.index] = unit
+            self.make_room(None)
+            self._store.ledger.observe(KEPT, sum(each.live_bytes for each in self.units))
+        elif self._store.device.is_host:
+            self._store.heap.freed(held_bytes)
+
+    def make_room(self, unit: Unit | None) -> None:
+        """Let kept units go until one that is about to be unsharded fits, the last used first."""
+        if unit is not None and unit.index in self._kept:
+            del self._kept[unit.index]
+            return
+        if unit is not None and unit.is_unsharded:
+            return
+        needed_bytes = unit.full_bytes - unit.live_bytes if unit is not None else 0
+        needed = unit.numel if unit is not None else 0
+        while self._kept and not self._fits(needed_bytes, needed):
+            self._drop(max(self._kept, key=self._distance_of))
+
+    def drop_all(self) -> None:
+        """Free everything that is kept."""
+        for at in tuple(self._kept):
+            self._drop(at)
+
+    def _is_near(self, unit: Unit, *, is_recomputed: bool) -> bool:
+        limit = self._limits.reuse_numel
+        return bool(limit) and (is_recomputed or self._distance_of(unit.index) <= limit)
+
+    def _distance_of(self, at: int) -> int:
+        """Return the elements of others before the next use, more than the limit if not near."""
+        limit = self._limits.reuse_numel
+        distance = self._order.distance(at, self._numel_of, limit)
+        return limit + 1 if distance is None else distance
+
+    def _fits(self, size_bytes: int, numel: int) -> bool:
+        present = [*self._unsharded.values(), *self._ahead.sharded, *self.units]
+        distinct = {unit.index: unit for unit in present}.values()
+        live_numel = numel + sum(each.numel for each in distinct)
+        planned_bytes = self._store.plan.live_parameter_bytes
+        fits = live_parameter_bytes(distinct) + size_bytes <= planned_bytes
+        return fits and live_numel <= self._limits.live_numel
+
+    def _numel_of(self, at: int) -> int:
+        unit = self._units[at]
+        return unit.numel if unit.moves else 0
+
+    def _drop(self, at: int) -> None:
+        unit = self._kept.pop(at)
+        held_bytes = unit.live_bytes
+        unit.drop_prefetched(self._store)
+        if self._store.device.is_host:
+            self._store.heap.freed(held_bytes)
