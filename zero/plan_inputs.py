@@ -70,16 +70,31 @@ def ask(options: argparse.Namespace) -> Asked:
         device_bytes=gpu.memory_bytes or None if gpu is not None else None,
         nvme_bytes=parse_bytes(options.nvme) if options.nvme else None,
         bandwidths=_bandwidths(options, gpu),
-        drive_bytes=parse_bytes(options.drive_size) if options.drive_size else None,
-        rated_written_bytes=parse_bytes(options.tbw) if options.tbw else None,
+        drive_bytes=_size(options.drive_size, "--drive-size"),
+        rated_written_bytes=_size(options.tbw, "--tbw"),
     )
     return Asked(model, node, available, source)
+
+
+def _size(text: str | None, option: str) -> int | None:
+    """Return a size that cannot be nothing."""
+    if text is None:
+        return None
+    size = parse_bytes(text)
+    if not size:
+        raise ValueError(f"{option} {text} is no size; leave it out if it is not known")
+    return size
 
 
 def _gpu(options: argparse.Namespace) -> Gpu | None:
     if options.gpu is None:
         return replace(parse_gpu("0"), name="unnamed GPU")
-    return None if options.gpu.lower() == "cpu" else parse_gpu(options.gpu)
+    if options.gpu.lower() == "cpu":
+        return None
+    gpu = parse_gpu(options.gpu)
+    if not gpu.memory_bytes:
+        raise ValueError(f"--gpu {options.gpu} has no memory; leave it out if it is not known")
+    return gpu
 
 
 def _bandwidths(options: argparse.Namespace, gpu: Gpu | None) -> Bandwidths:
