@@ -128,9 +128,11 @@ class DurableBytes:
         return sum(copy.size_bytes for copy in self.resident_copies)
 
 
-def _by_unit(
-    segments: Sequence[SegmentSpec], sizes: Sequence[int]
-) -> tuple[int, tuple[dict[int, int], dict[int, int]]]:
+_ByUnit = tuple[int, tuple[dict[int, int], dict[int, int]]]
+"""A sum of the root unit, of each block and of each unit within a block."""
+
+
+def _by_unit(segments: Sequence[SegmentSpec], sizes: Sequence[int]) -> _ByUnit:
     """Return the sum of the root unit, that of each block and that of each unit within a block."""
     names = {segment.unit for segment in segments}
     root = 0
@@ -162,18 +164,7 @@ class UnshardedBytes(abc.ABC):
             with_ahead: whether one more may be on its way to a device that is not the host.
         """
         request = self.request
-        sizes = [
-            0
-            if self.is_in_place(index)
-            else segment.layout(request.world_size).padded_numel * segment.element.size_bytes
-            for index, segment in enumerate(request.segments)
-        ]
-        root, kinds = _by_unit(request.segments, sizes)
-        moving = [
-            sum(each.numels) if size else 0
-            for each, size in zip(request.segments, sizes, strict=True)
-        ]
-        root_numel, numels = _by_unit(request.segments, moving)
+        (root, kinds), (root_numel, numels), _ = self._unsharded
         limit = float("inf") if request.prefetch_numel is None else request.prefetch_numel
         if request.live_numel is not None:
             limit = min(limit, request.live_numel - root_numel)
@@ -188,14 +179,24 @@ class UnshardedBytes(abc.ABC):
 
     def gradient_bytes(self, others: int) -> int:
         """Return the bytes of unsharded gradients of the root unit and the largest others."""
-        sizes = [
-            segment.layout(self.request.world_size).padded_numel * segment.gradient.size_bytes
-            if segment.trainable and self.request.trains
-            else 0
-            for segment in self.request.segments
-        ]
-        root, kinds = _by_unit(self.request.segments, sizes)
+        root, kinds = self._unsharded[2]
         return root + sum(sum(sorted(units.values(), reverse=True)[:others]) for units in kinds)
+
+    @cached_property
+    def _unsharded(self) -> tuple[_ByUnit, _ByUnit, _ByUnit]:
+        """By unit: bytes and elements of parameters that are ever freed, bytes of gradients."""
+        request = self.request
+        padded = [each.layout(request.world_size).padded_numel for each in request.segments]
+        moves = [not self.is_in_place(index) for index in range(len(padded))]
+        rows = list(zip(request.segments, padded, moves, strict=True))
+        sizes = [each.element.size_bytes * numel * moving for each, numel, moving in rows]
+        numels = [sum(each.numels) * moving for each, _, moving in rows]
+        gradients = [
+            each.gradient.size_bytes * numel * (each.trainable and request.trains)
+            for each, numel, _ in rows
+        ]
+        by_unit = [_by_unit(request.segments, column) for column in (sizes, numels, gradients)]
+        return by_unit[0], by_unit[1], by_unit[2]
 
 
 @dataclass(frozen=True)
