@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+import zero
 from aio_ops.tune.command import main as tune
 from estimators.estimate import estimate
 from tests.support.configs import make_config
+from tests.support.tiny import make_batch, make_model
 from zero.config.__main__ import main as check_config
 from zero.plan_command import _parser, main
 from zero.plan_inputs import ask, plan_inputs
@@ -80,6 +82,22 @@ def test_what_does_not_fit_is_exit_1_and_what_is_wrong_2(
     ):
         assert main(["plan", *arguments]) == 2, arguments
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.nvme
+def test_the_configuration_of_a_fit_trains(
+    capsys: pytest.CaptureFixture[str], scratch: Path
+) -> None:
+    file = scratch / "ds.json"
+    where = ["--gpu", "cpu", "--host", "8GB", "--nvme", "10GB", "--nvme-path", str(scratch)]
+    name = "tests.support.tiny:make_model"
+    assert main(["fit", name, *where, "--dtype", "fp32", "--write", str(file)]) == 0
+    assert f"Its configuration is in {file}" in " ".join(capsys.readouterr().out.split())
+    engine = zero.initialize(model=make_model(), config=file)[0]
+    engine.backward(engine(*make_batch(0)))
+    engine.step()
+    assert engine.global_steps == 1
+    engine.destroy()
 
 
 def test_samples_of_a_step_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
