@@ -152,10 +152,11 @@ def late_collectives(delays: Delays) -> Iterator[LateCollectives]:
     ]
     meet = Rendezvous.meet
 
-    def late_meeting(self: Rendezvous, what: str) -> None:
+    def late_meeting(self: Rendezvous, what: str, *, is_ready: bool = False) -> bool:
         delays.pause("meeting")
-        meet(self, what)
+        all_ready = meet(self, what, is_ready=is_ready)
         delays.pause("meeting")
+        return all_ready
 
     for module, name, value in undone:
         setattr(module, name, wrapped[id(value)])
