@@ -53,6 +53,13 @@ class Wanted:
     element: ElementType = ElementType.BF16
     formats: tuple[StateFormat, ...] = EXACT_FORMATS
 
+    def __post_init__(self) -> None:
+        if self.train_batch_size is not None and self.train_batch_size < 1:
+            raise ValueError(
+                f"a step needs at least one sample, got {self.train_batch_size}; leave it out for"
+                " one micro-batch a rank"
+            )
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -91,13 +98,18 @@ def choices(model: ModelShape, node: Node, wanted: Wanted) -> list[Choice]:
 def nearest_problem(model: ModelShape, node: Node, wanted: Wanted) -> str:
     """Say why nothing fits: what the way that needs least, with all of it on NVMe, lacks."""
     smallest = replace(wanted, samples=wanted.samples or 1)
+    if not any(_accumulation(wanted, node, samples) for samples in _samples(wanted, model)):
+        return (
+            f"{wanted.train_batch_size} samples of a step do not divide into micro-batches of"
+            f" {wanted.samples or 'any power of two'} on {node.world_size} ranks"
+        )
     inputs = _inputs(model, node, smallest, _WAYS[-1], wanted.formats[0])
     inputs = replace(inputs, batch=replace(inputs.batch, checkpointing=True))
     try:
         found = estimate_placed(inputs, place(inputs)).problems()
     except PlanError as error:
         return str(error)
-    return found[0] if found else "the samples of a step do not divide into micro-batches"
+    return found[0] if found else "no placement was found"
 
 
 def _rank(choice: Choice) -> tuple[int, int]:

@@ -130,7 +130,10 @@ def measured(bandwidths: Bandwidths, path: Path) -> Bandwidths:
         ValueError: if it is neither.
         OSError: if it cannot be read.
     """
-    document = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise ValueError(f"{path} holds {type(document).__name__}, not an object of rates")
     rates = _tuned(document, path) if "directories" in document else _plain(document, path)

@@ -14,7 +14,7 @@ from estimators.models import ModelShape, ParameterShape
 from estimators.persistence import NOTHING_STAYS, Persistence
 from estimators.placement import Budget, PlanError
 from estimators.rates import DriveRates
-from estimators.segments import PlacementRequest, SegmentSpec, Tier
+from estimators.segments import PlacementRequest, SegmentSpec, Tier, WholeTensors
 from estimators.start import StartTensor, start_bytes
 
 ROOT_UNIT = "<root>"
@@ -87,6 +87,8 @@ class PlanInputs:
     persistence: Persistence = NOTHING_STAYS
     """Which small parameters stay on the device."""
     rule: UpdateRule | GenericRule = UpdateRule.ADAMW
+    whole: WholeTensors = field(default_factory=WholeTensors)
+    """What an optimizer that sees whole tensors needs, on `node.world_size` ranks."""
     format_overrides: tuple[tuple[str, StateFormat], ...] = ()
     """Patterns of names, and how the state of parameters is stored that match; the first counts."""
     prefetch_numel: int = 50_000_000
@@ -240,6 +242,7 @@ def placement_request(inputs: PlanInputs) -> PlacementRequest:
         ),
         replicates=inputs.stage < 3,
         rule=inputs.rule,
+        whole=inputs.whole,
     )
 
 

@@ -34,8 +34,8 @@ from estimators.summary import (
     RESIDENT_ALIGNMENT_BYTES,
     MemoryPlan,
     SlotPlan,
-    WholePlacement,
     moves_per_step,
+    place_whole_tensors,
     resident_bytes,
     resident_copies,
 )
@@ -199,7 +199,7 @@ def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
     pinning = _Pinning(request, host_bytes, spare)
     pinning.run(parts)
     sub_groups, swap_bytes = _build_sub_groups(request, parts)
-    whole = _place_whole_tensors(request, pinning.left_bytes, swap_bytes)
+    whole = place_whole_tensors(request, pinning.left_bytes, swap_bytes)
     swap_bytes += whole.area_bytes
     plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes, whole=whole)
     if request.durable:
@@ -208,23 +208,6 @@ def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
         plan = replace(plan, resident_copies=copies, swap_file_bytes=swap_bytes)
     _check_other_tiers(plan, budget)
     return plan
-
-
-def _place_whole_tensors(
-    request: PlacementRequest, left_bytes: int, swap_bytes: int
-) -> WholePlacement:
-    """Decide how much of the records of whole tensors rests on the host: what is left there.
-
-    Records rest as a whole, and other ranks have others: so one more has room in the file.
-    """
-    state_bytes = request.whole.state_bytes
-    if not request.pages_whole_tensors:
-        return WholePlacement(resident_bytes=state_bytes)
-    resident = 0 if request.durable else min(state_bytes, max(left_bytes, 0))
-    if resident == state_bytes:
-        return WholePlacement(resident_bytes=resident)
-    paged = min(state_bytes, state_bytes - resident + request.whole.record_bytes)
-    return WholePlacement(resident, swap_bytes, paged * (2 if request.durable else 1))
 
 
 def _spare_device_bytes(

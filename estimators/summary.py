@@ -89,6 +89,27 @@ class WholePlacement:
     area_bytes: int = 0
     """The part of the swap file that has the others; in a durable run each has two places."""
 
+    def host_bytes(self, request: PlacementRequest) -> int:
+        """Return the host memory for whole tensors: what is gathered, staged and resident."""
+        return request.whole.working_bytes + self.resident_bytes
+
+
+def place_whole_tensors(
+    request: PlacementRequest, left_bytes: int, swap_bytes: int
+) -> WholePlacement:
+    """Decide how much of the records of whole tensors rests on the host: what is left there.
+
+    Records rest as a whole, and other ranks have others: so one more has room in the file.
+    """
+    state_bytes = request.whole.state_bytes
+    if not request.pages_whole_tensors:
+        return WholePlacement(resident_bytes=state_bytes)
+    resident = 0 if request.durable else min(state_bytes, max(left_bytes, 0))
+    if resident == state_bytes:
+        return WholePlacement(resident_bytes=resident)
+    paged = min(state_bytes, state_bytes - resident + request.whole.record_bytes)
+    return WholePlacement(resident, swap_bytes, paged * (2 if request.durable else 1))
+
 
 class DurableBytes:
     """What a durable run takes beside what others take."""
@@ -107,9 +128,11 @@ class DurableBytes:
         return sum(copy.size_bytes for copy in self.resident_copies)
 
 
-def _by_unit(
-    segments: Sequence[SegmentSpec], sizes: Sequence[int]
-) -> tuple[int, tuple[dict[int, int], dict[int, int]]]:
+_ByUnit = tuple[int, tuple[dict[int, int], dict[int, int]]]
+"""A sum of the root unit, of each block and of each unit within a block."""
+
+
+def _by_unit(segments: Sequence[SegmentSpec], sizes: Sequence[int]) -> _ByUnit:
     """Return the sum of the root unit, that of each block and that of each unit within a block."""
     names = {segment.unit for segment in segments}
     root = 0
@@ -141,18 +164,7 @@ class UnshardedBytes(abc.ABC):
             with_ahead: whether one more may be on its way to a device that is not the host.
         """
         request = self.request
-        sizes = [
-            0
-            if self.is_in_place(index)
-            else segment.layout(request.world_size).padded_numel * segment.element.size_bytes
-            for index, segment in enumerate(request.segments)
-        ]
-        root, kinds = _by_unit(request.segments, sizes)
-        moving = [
-            sum(each.numels) if size else 0
-            for each, size in zip(request.segments, sizes, strict=True)
-        ]
-        root_numel, numels = _by_unit(request.segments, moving)
+        (root, kinds), (root_numel, numels), _ = self._unsharded
         limit = float("inf") if request.prefetch_numel is None else request.prefetch_numel
         if request.live_numel is not None:
             limit = min(limit, request.live_numel - root_numel)
@@ -167,14 +179,24 @@ class UnshardedBytes(abc.ABC):
 
     def gradient_bytes(self, others: int) -> int:
         """Return the bytes of unsharded gradients of the root unit and the largest others."""
-        sizes = [
-            segment.layout(self.request.world_size).padded_numel * segment.gradient.size_bytes
-            if segment.trainable and self.request.trains
-            else 0
-            for segment in self.request.segments
-        ]
-        root, kinds = _by_unit(self.request.segments, sizes)
+        root, kinds = self._unsharded[2]
         return root + sum(sum(sorted(units.values(), reverse=True)[:others]) for units in kinds)
+
+    @cached_property
+    def _unsharded(self) -> tuple[_ByUnit, _ByUnit, _ByUnit]:
+        """By unit: bytes and elements of parameters that are ever freed, bytes of gradients."""
+        request = self.request
+        padded = [each.layout(request.world_size).padded_numel for each in request.segments]
+        moves = [not self.is_in_place(index) for index in range(len(padded))]
+        rows = list(zip(request.segments, padded, moves, strict=True))
+        sizes = [each.element.size_bytes * numel * moving for each, numel, moving in rows]
+        numels = [sum(each.numels) * moving for each, _, moving in rows]
+        gradients = [
+            each.gradient.size_bytes * numel * (each.trainable and request.trains)
+            for each, numel, _ in rows
+        ]
+        by_unit = [_by_unit(request.segments, column) for column in (sizes, numels, gradients)]
+        return by_unit[0], by_unit[1], by_unit[2]
 
 
 @dataclass(frozen=True)
@@ -319,13 +341,8 @@ class MemoryPlan(DurableBytes, UnshardedBytes):
     def host_bytes(self) -> int:
         """Bytes that the host takes: slots, staging, everything resident, whole tensors."""
         resident = sum(self.resident_section_bytes(Tier.HOST, section) for section in Section)
-        fixed = self.staging_bytes + self.whole_host_bytes
+        fixed = self.staging_bytes + self.whole.host_bytes(self.request)
         return self.slots.total_bytes + fixed + resident
-
-    @property
-    def whole_host_bytes(self) -> int:
-        """Bytes of host memory for whole tensors: what is gathered, staged and resident."""
-        return self.request.whole.working_bytes + self.whole.resident_bytes
 
     @property
     def staging_bytes(self) -> int:
@@ -355,7 +372,7 @@ class MemoryPlan(DurableBytes, UnshardedBytes):
         rows.append(PlanRow(Tier.DEVICE, START_EXCESS, self.start_excess_bytes))
         rows.append(PlanRow(Tier.HOST, f"slots ({self.slots.count})", self.slots.total_bytes))
         rows.append(PlanRow(Tier.HOST, STAGING, self.staging_bytes))
-        rows.append(PlanRow(Tier.HOST, WHOLE, self.whole_host_bytes))
+        rows.append(PlanRow(Tier.HOST, WHOLE, self.whole.host_bytes(self.request)))
         rows.extend(
             PlanRow(Tier.NVME, f"{section.name.lower()}s", self.nvme_section_bytes(section))
             for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)

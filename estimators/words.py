@@ -11,6 +11,7 @@ _BYTES = {
     **{f"{key}ib": 1 << (10 * index) for index, key in enumerate(("", *"kmgtp"))},
     **_DECIMAL,
 }
+_MOST = 1e30
 _COUNTS = {**_DECIMAL, "b": 10**9}
 
 
@@ -37,7 +38,10 @@ def _parse(text: str, units: dict[str, int], wanted: str) -> int:
     factor = units.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise ValueError(f"{text!r} is not {wanted}")
-    return round(float(match[1].replace("_", "")) * factor)
+    number = float(match[1].replace("_", "")) * factor
+    if number > _MOST:
+        raise ValueError(f"{text!r} is more than anything has")
+    return round(number)
 
 
 def bytes_text(size_bytes: float) -> str:

@@ -57,7 +57,7 @@ class _Shape:
 
 
 _PLAIN = _Shape()
-_SHAPES = {Kept.COMPACT: _Shape(tile=2048, registers=128, stages=3, programs=16)}
+_SHAPES = {Kept.COMPACT: _Shape(tile=512, warps=1, registers=128, stages=3, programs=64)}
 
 _KEPT = {Kept.OWN: 0, Kept.EXACT: 1, Kept.BF16: 4, Kept.COMPACT: 5}
 """How the update kernel calls the ways to keep a master; those kept whole have 2 with bf16

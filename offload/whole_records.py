@@ -212,7 +212,7 @@ class WholeRecords:
             buffer = self._buffers[0]
             offset = record.place + entry.copy * record.size_bytes
             span = buffer.span.sub(0, record.size_bytes)
-            self._engine.submit_read(self._require_file(), offset, span).wait()
+            self._engine.submit_read(_required(self._file), offset, span).wait()
             moved += record.size_bytes
             if checksum_of(span) != entry.checksum:
                 return moved, f"the state of {record.name} at {offset} has another checksum"
@@ -265,7 +265,7 @@ class WholeRecords:
         submit = self._engine.submit_read if link is Link.READ else self._engine.submit_write
         self._ledger.submitted(link, record.name)
         try:
-            buffer.ticket = submit(self._require_file(), place, span)
+            buffer.ticket = submit(_required(self._file), place, span)
         except OSError as error:
             raise self._failed(buffer, record, error) from error
 
@@ -324,10 +324,11 @@ class WholeRecords:
                 " the drive, and start again from the last checkpoint",
             )
 
-    def _require_file(self) -> TransferFile:
-        if self._file is None:
-            raise RuntimeError("records of whole tensors page, and there is no swap file")
-        return self._file
+
+def _required(file: TransferFile | None) -> TransferFile:
+    if file is None:
+        raise RuntimeError("records of whole tensors page, and there is no swap file")
+    return file
 
 
 def _views(record: _Record, buffer: _Staging) -> list[Tensor]:

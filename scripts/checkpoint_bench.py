@@ -32,6 +32,7 @@ from torch import nn
 
 import zero
 from aio_ops import DataFile, HostArena, open_engine
+from estimators import Section
 from offload import Field
 from offload.groups import write_group
 from zero.checkpoint import verify
@@ -79,7 +80,7 @@ def build(folder: Path, tier: str, mega_parameters: int) -> zero.ZeroEngine:
     layers = max(mega_parameters * 10**6 // (4 * WIDTH * WIDTH), 1)
     model = nn.Sequential(*(Layer() for _ in range(layers)))
     offload: dict[str, Any] = {"device": tier}
-    stage: dict[str, Any] = {"stage": 3, "sub_group_size": 16_000_000}
+    stage: dict[str, Any] = {"stage": 3, "sub_group_size": 8_000_000}
     if tier == "nvme":
         offload["nvme_path"] = str(folder)
     if tier != "none":
@@ -89,10 +90,14 @@ def build(folder: Path, tier: str, mega_parameters: int) -> zero.ZeroEngine:
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": stage,
-        "tiers": {"host_memory": "2GB" if tier == "nvme" else "auto"},
+        "tiers": {"host_memory": "300MB" if tier == "nvme" else "auto"},
     }
     engine = zero.initialize(model=model, config=config)[0]
     store = engine._runtime.store
+    groups = store.plan.sub_groups
+    paged = sum(group.numel for group in groups if group.on_nvme(Section.STATE))
+    if tier == "nvme" and 4 * paged < 3 * sum(group.numel for group in groups):
+        raise SystemExit("more than a quarter of the state fits memory: ask for more parameters")
     fields = (Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ)
     values = torch.rand(max(group.numel for group in store.plan.sub_groups))
     for group in store.plan.sub_groups:

@@ -6,7 +6,9 @@
 A row names where optimizer state (and parameters) may rest and how much host memory there is. The
 model is Llama-shaped with 1.364 B parameters, batch 4 x 1024 tokens, bf16, clipping at 1.0; with
 `--model transformers` it is the peer's, with its initial weights and tokens. Before and after
-rows that page, the drive is measured. `gpu_suite.py` runs rows beside the peer's program.
+rows that page, the drive is measured. `gpu_suite.py` runs rows beside the peer's program. Under
+torchrun each rank has a GPU; budgets are a row's times the ranks, and what rank 0 saw is written,
+as ROW-xRANKS.json.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 # With PYTHONSAFEPATH set, Python does not look for modules beside the script by itself.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -140,6 +143,7 @@ def summary(engine: zero.ZeroEngine, rows: list[dict[str, float]]) -> dict[str, 
     return {
         "parameters": sum(each.numel() for each in engine.module.parameters()),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "ranks": engine.world_size,
         "median_seconds": statistics.median(seconds),
         "spread_seconds": [min(seconds), max(seconds)],
         "device_peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
@@ -199,7 +203,8 @@ def measure(options: argparse.Namespace, row: Row, sizes: Sizes) -> dict[str, An
     pages = row.optimizer == "nvme" and not row.takes_peer_memory and options.drive_mebibytes
     rates = [gpu_drive.measure(options.nvme, options.drive_mebibytes)] if pages else []
     outcome["ours"] = ours = run_ours(options, row, sizes)
-    ours["planned_device_bytes"] = planned_device_bytes(row, sizes)
+    is_alone = ours["ranks"] == 1
+    ours["planned_device_bytes"] = planned_device_bytes(row, sizes) if is_alone else None
     if rates:
         rates.append(gpu_drive.measure(options.nvme, options.drive_mebibytes))
         moved = {
@@ -257,9 +262,21 @@ def main() -> None:
         options.batch,
         fuses_norms=options.model == "own",
     )
+    zero.init_distributed()  # under torchrun it chooses the GPU as well
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    for name in ("host_memory", "device_memory"):
+        if isinstance(value := getattr(row, name), int):
+            row = replace(row, **{name: value * ranks})
     options.out.mkdir(parents=True, exist_ok=True)
     outcome = measure(options, row, sizes)
-    path = options.out / f"{options.row}.json"
+    name = options.row
+    if ranks > 1:
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        if rank != 0:
+            return
+        name = outcome["row"] = f"{options.row}-x{ranks}"
+    path = options.out / f"{name}.json"
     path.write_text(json.dumps(outcome, indent=1), encoding="utf-8")
 
 

@@ -44,6 +44,7 @@ def line(found: dict[str, Any]) -> list[str]:
     """Return the cells of one row."""
     ours, peer = found["ours"], found.get("peer") or {}
     theirs, seconds = peer_seconds(peer), ours["median_seconds"]
+    planned = ours["planned_device_bytes"]
     ledger, rss = ours["ledger"], ours["rss_bytes"]
     copied, nvme, drive = ledger.get("copied_bytes", {}), ledger["nvme_bytes"], ours.get("drive")
     peer_rss = GB * peer["rss_peak_gb"] - peer["baseline_bytes"] if "baseline_bytes" in peer else 0
@@ -58,7 +59,7 @@ def line(found: dict[str, Any]) -> list[str]:
         f"{theirs:.2f}" if theirs else "-",
         f"{theirs / seconds:.1f}" if theirs else "-",
         beside(ours["device_peak_bytes"] / GB, peer.get("gpu_peak_gb")),
-        f"{ours['device_peak_bytes'] / ours['planned_device_bytes']:.3f}",
+        f"{ours['device_peak_bytes'] / planned:.3f}" if planned else "-",
         beside((rss["peak"] - rss["before"]) / GB, peer_rss / GB if peer_rss else None),
         beside(sum(ours["startup_seconds"].values()), peer.get("init_s")),
         f"{copied.get('in', 0) / GB:.1f} / {copied.get('out', 0) / GB:.1f}",

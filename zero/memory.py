@@ -101,7 +101,7 @@ def memory_lines(plan: MemoryPlan, store: Store) -> list[MemoryLine]:
             plan.staging_bytes,
             present_bytes([store.staging] if store.staging is not None else []),
         ),
-        MemoryLine(Tier.HOST, WHOLE, plan.whole_host_bytes, None),
+        MemoryLine(Tier.HOST, WHOLE, plan.whole.host_bytes(plan.request), None),
         MemoryLine(Tier.NVME, "swap file", plan.swap_file_bytes, disk_bytes(store.swap_file)),
     ]
     return [line for line in lines if line.planned_bytes or line.actual_bytes]

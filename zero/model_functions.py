@@ -30,8 +30,11 @@ def build_on_meta(source: str) -> nn.Module:
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does; an installed command starts without it
     make = getattr(importlib.import_module(name), function)
-    with torch.device("meta"):
-        model = make()
+    try:
+        with torch.device("meta"):
+            model = make()
+    except Exception as error:
+        raise ModelError(f"{source}() failed on meta: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"{source} returned {type(model).__name__}, not a torch.nn.Module")
     return model

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from zero.errors import ConfigError
 
@@ -57,11 +56,13 @@ class Muon(torch.optim.Optimizer):
             self.state.update({each: inner.state[each] for each in given})
 
 
-def make_muon(model: nn.Module, given: Iterable[Any], parameters: Mapping[str, Any]) -> Muon:
+def make_muon(
+    names: Mapping[int, str], given: Iterable[Any], parameters: Mapping[str, Any]
+) -> Muon:
     """Return the optimizer of a configuration.
 
     Args:
-        model: tells the names of parameters.
+        names: the names of parameters, by id.
         given: parameters, or groups of them with hyper-parameters of their own.
         parameters: `optimizer.params`.
 
@@ -79,7 +80,6 @@ def make_muon(model: nn.Module, given: Iterable[Any], parameters: Mapping[str, A
             f"optimizer.params {sorted(unknown)} cannot be used with Muon here; known are"
             f" {sorted(DEFAULTS)}"
         )
-    names = {id(each): name for name, each in model.named_parameters()}
     groups: list[dict[str, Any]] = []
     for each in given:
         group = each if isinstance(each, dict) else {"params": [each]}

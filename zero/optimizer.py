@@ -9,7 +9,7 @@ from typing import Any, overload
 
 import torch
 
-from estimators import GenericRule, UpdateRule
+from estimators import ElementType, GenericRule, UpdateRule, WholeTensors
 from offload import GenericStep, UpdateScalars
 from zero.config.names import GENERIC_OPTIMIZERS as GENERIC_NAMES
 from zero.config.names import WHOLE_OPTIMIZERS as WHOLE_NAMES
@@ -17,6 +17,7 @@ from zero.errors import ConfigError
 from zero.generic import GenericOptimizer
 from zero.muon import make_muon
 from zero.settings import NamedFactory
+from zero.units import ManagedParameter
 from zero.update_rules import FUSED, NAMES, FusedOptimizer, fused_by_name, fused_of
 from zero.whole import WholeOptimizer, needs_whole_tensors
 
@@ -176,12 +177,8 @@ def make_optimizer(
     fused = fused_by_name(named.type_name)
     if fused is None and named.type_name in (*GENERIC_NAMES, *WHOLE_NAMES):
         groups = list(model_parameters) if model_parameters is not None else list(_trainable(model))
-        made_by_torch = (
-            make_muon(model, groups, named.parameters)
-            if named.type_name == "Muon"
-            else _torch_optimizer(named, groups)
-        )
-        adopted = _adopt(made_by_torch)
+        names = {id(each): name for name, each in model.named_parameters()}
+        adopted = _adopt(_object_of(named, groups, names))
         _check_membership(model, adopted)
         return adopted
     if fused is None:
@@ -215,6 +212,37 @@ def rule_of(named: NamedFactory | None) -> UpdateRule | GenericRule:
         return GenericRule(0)
     trial = torch.nn.Parameter(torch.zeros(1))
     return GenericOptimizer(_torch_optimizer(named, [trial])).rule
+
+
+def whole_tensors_of(
+    named: NamedFactory | None, shapes: Mapping[str, tuple[int, ...]], world_size: int
+) -> WholeTensors:
+    """Return what the optimizer of a configuration needs of trained parameters, given by name.
+
+    Raises:
+        ConfigError: if it cannot run on one of them.
+    """
+    if named is None or named.type_name not in WHOLE_NAMES:
+        return WholeTensors()
+    made = {
+        name: torch.nn.Parameter(torch.empty(shape, device="meta"))
+        for name, shape in shapes.items()
+    }
+    names = {id(each): name for name, each in made.items()}
+    optimizer = _object_of(named, list(made.values()), names)
+    members = [
+        ManagedParameter(name, each, order, ElementType.FP32, 0)
+        for order, (name, each) in enumerate(made.items())
+    ]
+    return WholeOptimizer(optimizer).assign(members, optimizer.param_groups, world_size)
+
+
+def _object_of(
+    named: NamedFactory, groups: list[Any], names: Mapping[int, str]
+) -> torch.optim.Optimizer:
+    if named.type_name == "Muon":
+        return make_muon(names, groups, named.parameters)
+    return _torch_optimizer(named, groups)
 
 
 def _torch_optimizer(named: NamedFactory, groups: list[Any]) -> torch.optim.Optimizer:

@@ -20,7 +20,7 @@ from zero.config import ConfigError, load_config
 from zero.config.loading import ConfigWarning
 from zero.config.zero_models import ZeroOptimization
 from zero.model_functions import build_on_meta, shape_of
-from zero.optimizer import rule_of
+from zero.optimizer import rule_of, whole_tensors_of
 from zero.planning import updates_on_device
 from zero.settings import NvmeSettings, Settings
 from zero.swap_paths import nvme_budget
@@ -70,16 +70,31 @@ def ask(options: argparse.Namespace) -> Asked:
         device_bytes=gpu.memory_bytes or None if gpu is not None else None,
         nvme_bytes=parse_bytes(options.nvme) if options.nvme else None,
         bandwidths=_bandwidths(options, gpu),
-        drive_bytes=parse_bytes(options.drive_size) if options.drive_size else None,
-        rated_written_bytes=parse_bytes(options.tbw) if options.tbw else None,
+        drive_bytes=_size(options.drive_size, "--drive-size"),
+        rated_written_bytes=_size(options.tbw, "--tbw"),
     )
     return Asked(model, node, available, source)
+
+
+def _size(text: str | None, option: str) -> int | None:
+    """Return a size that cannot be nothing."""
+    if text is None:
+        return None
+    size = parse_bytes(text)
+    if not size:
+        raise ValueError(f"{option} {text} is no size; leave it out if it is not known")
+    return size
 
 
 def _gpu(options: argparse.Namespace) -> Gpu | None:
     if options.gpu is None:
         return replace(parse_gpu("0"), name="unnamed GPU")
-    return None if options.gpu.lower() == "cpu" else parse_gpu(options.gpu)
+    if options.gpu.lower() == "cpu":
+        return None
+    gpu = parse_gpu(options.gpu)
+    if not gpu.memory_bytes:
+        raise ValueError(f"--gpu {options.gpu} has no memory; leave it out if it is not known")
+    return gpu
 
 
 def _bandwidths(options: argparse.Namespace, gpu: Gpu | None) -> Bandwidths:
@@ -170,6 +185,7 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         bandwidths=_with_given(node.bandwidths, tiers.nvme, options),
     )
     rule = rule_of(settings.optimizer)
+    trained = {each.name: each.shape for each in inputs.model.parameters if each.is_trainable}
     samples = settings.batch.micro_batch_size if options.batch is None else options.batch
     return replace(
         inputs,
@@ -191,6 +207,7 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         stage=settings.stage,
         persistence=settings.persistence,
         rule=rule,
+        whole=whole_tensors_of(settings.optimizer, trained, node.world_size),
         format_overrides=tuple(
             (each.pattern, each.state_format) for each in tiers.format_overrides
         ),

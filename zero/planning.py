@@ -296,7 +296,7 @@ def _whole_tensors(
     if optimizer is None or not isinstance(optimizer.fused, WholeOptimizer):
         return WholeTensors()
     members = [each for unit in units for _, members in unit.segments for each in members]
-    return optimizer.fused.assign(members, optimizer.param_groups, world_size, NVME_ALIGNMENT_BYTES)
+    return optimizer.fused.assign(members, optimizer.param_groups, world_size)
 
 
 def _choose_update_device(

@@ -21,6 +21,7 @@ import enum
 import hashlib
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -220,10 +221,7 @@ class Rendezvous:
             self._thread = None
         if self._store is not None and self._failure is None:
             self._failure = f"the engine of rank {self._rank} was destroyed"
-            try:
-                self._store.set(f"gone/{self._rank}", json.dumps(self._here.answer()))
-            except RuntimeError:
-                return  # the store went before
+            _say_gone(self._store, self._here)
 
     def _open(self) -> None:
         """Take a part of the store: the same one on all ranks, by the order of their engines."""
@@ -235,7 +233,7 @@ class Rendezvous:
             target=_listen, args=(listening, self._here), name="tierzero-rank", daemon=True
         )
         self._thread.start()
-        weakref.finalize(self, self._here.over.set)
+        weakref.finalize(self, _end, self._store, self._here, os.getpid())
 
     def _meet(self, number: int, what: str, *, is_ready: bool) -> str:
         """Come to a meeting, and return whether all ranks came for the same, and all were ready."""
@@ -363,6 +361,20 @@ def _describe(answer: dict[str, Any]) -> _Sighting:
         text = f"waits in another collective, at {answer['place']}; {last}"
         return _Sighting(_Doing.ELSEWHERE, text, answer["collectives"])
     return _Sighting(_Doing.COMPUTES, f"computes, at {answer['place']}; {last}")
+
+
+def _end(store: Any, here: _Whereabouts, process: int) -> None:
+    """Say that nobody will come any more: the engine was dropped, or its program ends."""
+    if not here.over.is_set() and os.getpid() == process:
+        here.over.set()
+        _say_gone(store, here)
+
+
+def _say_gone(store: Any, here: _Whereabouts) -> None:
+    try:
+        store.set(f"gone/{here.rank}", json.dumps(here.answer()))
+    except RuntimeError:
+        return  # the store went before
 
 
 def _listen(store: Any, here: _Whereabouts) -> None:

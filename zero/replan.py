@@ -42,7 +42,7 @@ from zero.planning import (
 )
 from zero.runtime import Runtime
 from zero.settings import NvmeSettings, Settings
-from zero.whole import WholeOptimizer
+from zero.whole import WholeOptimizer, adopt_whole, leave_whole
 
 _log = logging.getLogger(__name__)
 
@@ -151,11 +151,7 @@ def rebuild(
     """
     if isinstance(optimizer.fused, GenericOptimizer):
         optimizer.fused.admit(optimizer.param_groups)
-    if resize is not None and isinstance(optimizer.fused, WholeOptimizer):
-        raise RuntimeError(
-            f"{optimizer.fused.name} keeps whole tensors of each parameter, which cannot be cut to"
-            " another shape; resize before zero.initialize"
-        )
+    _refuse_resize(optimizer, resize)
     io = open_io_engine(settings)
     try:
         births = history.births_now(old, optimizer)
@@ -169,8 +165,7 @@ def rebuild(
         known = gather_carried(optimizer, groups, old, history)
         arranged = arrange_carried(optimizer, blueprint.groups, history.updates, known)
         sources, moved = _copy(model, nursery, history, known, resize)
-        whole = optimizer.fused if isinstance(optimizer.fused, WholeOptimizer) else None
-        waiting = whole.leave(spool) if whole is not None else {}
+        waiting = leave_whole(optimizer.fused, spool)
         communicator.join("leaving the old plan")
     except BaseException:
         io.close()
@@ -182,8 +177,7 @@ def rebuild(
         history.births = births
         _put_back(runtime, history, moved)
         adopt_carried(optimizer, arranged)
-        if whole is not None:
-            whole.adopt(waiting)
+        adopt_whole(optimizer.fused, waiting)
     except BaseException as error:
         io.close()
         old.store.fail(
@@ -193,6 +187,14 @@ def rebuild(
         raise
     _log.info("planned anew: %s", describe_segments(blueprint.plan.memory.request.segments))
     return Rebuilt(runtime, blueprint)
+
+
+def _refuse_resize(optimizer: ZeroOptimizer, resize: Resize | None) -> None:
+    if resize is not None and isinstance(optimizer.fused, WholeOptimizer):
+        raise RuntimeError(
+            f"{optimizer.fused.name} keeps whole tensors of each parameter, which cannot be cut to"
+            " another shape; resize before zero.initialize"
+        )
 
 
 def _plan(

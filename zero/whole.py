@@ -34,6 +34,7 @@ from zero.units import ManagedParameter
 
 _NAMES = frozenset({"adafactor", "lamb", "muon"})
 _TRIAL_STEPS = 2
+_SECTOR_BYTES = 4096
 
 
 def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
@@ -78,7 +79,6 @@ class WholeOptimizer:
         members: Sequence[ManagedParameter],
         groups: Sequence[Mapping[str, Any]],
         world_size: int,
-        alignment_bytes: int,
     ) -> WholeTensors:
         """Give every parameter an owner, and return what the fullest rank needs.
 
@@ -99,7 +99,7 @@ class WholeOptimizer:
             loads[owner] += numel
             index = index_of[key]
             size = self._state_bytes(index, groups[index], each) if numel else 0
-            size = align_up(size, alignment_bytes)
+            size = align_up(size, _SECTOR_BYTES)
             self._record_bytes[key] = size
             sizes[owner] += size
         largest = max((each.parameter.numel() for each in trained), default=0)
@@ -165,45 +165,60 @@ class WholeOptimizer:
                 found[key] = (values, forms)
         return found
 
-    def leave(self, spool: Spool) -> Waiting:
-        """Return copies of all state, to be adopted once there is another store."""
-        waiting: Waiting = {}
-        for key, (values, forms) in self.owned().items():
-            tensors = self.records.take(self._names[key])
-            arrays = [
-                (form, spool.put(tensors[form[0]].reshape(-1), self._names[key])) for form in forms
-            ]
-            waiting[key] = (values, arrays)
-        return waiting
-
-    def adopt(self, waiting: Waiting) -> None:
-        """Keep what another store had."""
-        for key, (values, arrays) in waiting.items():
-            if key in self._names:
-                tensors = {form[0]: array.read().view(form[2]) for form, array in arrays}
-                self.keep(key, {**values, **tensors})
-
     def _state_bytes(self, index: int, group: Mapping[str, Any], member: ManagedParameter) -> int:
-        """Return the record of a parameter, found by running on another of its shape."""
+        """Return the record of a parameter, found by running on another of its shape.
+
+        That one has no memory, unless the optimizer looks at its values.
+        """
         shape = member.parameter.shape
         if (index, shape) not in self._sizes:
-            state: State = {}
-            master = torch.ones(shape)
-            largest = 0
             try:
-                for _ in range(_TRIAL_STEPS):
-                    before = dict(vars(self._worker))
-                    state = run_step(self._worker, group, (master, torch.ones(shape)), state)
-                    refuse_side_effects(self._worker, group, before)
-                    tensors = {n: each for n, each in state.items() if isinstance(each, Tensor)}
-                    largest = max(largest, record_bytes(tensors))
-            except Exception as error:
-                raise ConfigError(
-                    f"optimizer {self.name} cannot run on {member.name} of shape {tuple(shape)}:"
-                    f" {type(error).__name__}: {error}"
-                ) from error
-            self._sizes[index, shape] = max(largest, 1)
+                found = self._try_on(group, torch.ones(shape, device="meta"))
+            except Exception:  # noqa: BLE001  what is wrong shows with values as well
+                found = self._try_with_values(group, member)
+            self._sizes[index, shape] = max(found, 1)
         return self._sizes[index, shape]
+
+    def _try_with_values(self, group: Mapping[str, Any], member: ManagedParameter) -> int:
+        shape = member.parameter.shape
+        try:
+            return self._try_on(group, torch.ones(shape))
+        except Exception as error:
+            raise ConfigError(
+                f"optimizer {self.name} cannot run on {member.name} of shape {tuple(shape)}:"
+                f" {type(error).__name__}: {error}"
+            ) from error
+
+    def _try_on(self, group: Mapping[str, Any], master: Tensor) -> int:
+        """Return the most bytes of a record in the first steps on a master."""
+        state: State = {}
+        largest = 0
+        for _ in range(_TRIAL_STEPS):
+            before = dict(vars(self._worker))
+            state = run_step(self._worker, group, (master, torch.ones_like(master)), state)
+            refuse_side_effects(self._worker, group, before)
+            tensors = {n: each for n, each in state.items() if isinstance(each, Tensor)}
+            largest = max(largest, record_bytes(tensors))
+        return largest
+
+
+def leave_whole(update: object, spool: Spool) -> Waiting:
+    """Return copies of all state, to be adopted once there is another store."""
+    waiting: Waiting = {}
+    if not isinstance(update, WholeOptimizer):
+        return waiting
+    for key, (values, forms) in update.owned().items():
+        tensors = update.state_of(key)
+        waiting[key] = (values, [(f, spool.put(tensors[f[0]].reshape(-1))) for f in forms])
+    return waiting
+
+
+def adopt_whole(update: object, waiting: Waiting) -> None:
+    """Keep what another store had."""
+    for key, (values, arrays) in waiting.items():
+        if isinstance(update, WholeOptimizer) and update.owns(key):
+            tensors = {form[0]: array.read().view(form[2]) for form, array in arrays}
+            update.keep(key, {**values, **tensors})
 
 
 def describe_whole(

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -23,9 +24,13 @@ Work = Callable[[int], Any]
 
 
 def start_ranks(work: Work, world_size: int, folder: Path) -> list[int]:
-    """Fork `world_size` ranks (one needs no process group), and return their process ids."""
+    """Fork `world_size` ranks (one needs no process group), and return their process ids.
+
+    The thread of their store starts after the last fork: no rank is the copy of a busy process.
+    """
     told = Path(tempfile.mkdtemp(dir=folder))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listening = socket.create_server(("127.0.0.1", 0), backlog=64)
+    port: int = listening.getsockname()[1]
     found = []
     for rank in range(world_size):
         sys.stdout.flush()
@@ -34,16 +39,24 @@ def start_ranks(work: Work, world_size: int, folder: Path) -> list[int]:
             warnings.simplefilter("ignore")  # of forking with threads: these are idle
             process = os.fork()
         if process == 0:
-            _run(work, rank, (world_size, store.port), told)
+            listening.close()
+            _run(work, rank, (world_size, port), told)
         found.append(process)
-    _JOBS[found[0]] = told, store
+    _FOLDERS[found[0]] = told
+    _STORES[found[0]] = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
     return found
 
 
 def wait_for(processes: list[int], timeout_s: float = 120) -> list[Any]:
     """Wait for ranks and return what each returned; a rank that failed fails the test."""
     codes = reap(processes, timeout_s)
-    told, _ = _JOBS.pop(processes[0])
+    told = _FOLDERS.pop(processes[0])
     found = []
     for rank, code in enumerate(codes):
         path = told / f"rank{rank}"
@@ -63,6 +76,7 @@ def reap(processes: list[int], timeout_s: float = 120) -> list[int]:
             os.kill(process, signal.SIGKILL)
         os.close(ended)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    _STORES.pop(processes[0], None)
     return codes
 
 
@@ -71,8 +85,11 @@ def on_ranks(work: Work, world_size: int, folder: Path, timeout_s: float = 120) 
     return wait_for(start_ranks(work, world_size, folder), timeout_s)
 
 
-_JOBS: dict[int, tuple[Path, dist.TCPStore]] = {}
-"""By the id of its first rank: where the ranks of a job say what came of them, and their store."""
+_FOLDERS: dict[int, Path] = {}
+"""Where the ranks of a job say what came of them, by the id of its first one."""
+
+_STORES: dict[int, dist.TCPStore] = {}
+"""Through which they find each other, likewise."""
 
 
 def _run(work: Work, rank: int, job: tuple[int, int], told: Path) -> None:

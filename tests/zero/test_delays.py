@@ -10,7 +10,7 @@ from tests.support.delayed_runs import compare_seeds
 from tests.support.delays import KINDS
 from tests.support.fork_ranks import on_ranks
 
-FEW = {1: range(9), 2: range(9, 16), 3: range(16, 20)}
+FEW = {1: range(12), 2: range(12, 17), 3: range(17, 20)}
 MANY = {1: range(100), 2: range(100, 350), 3: range(350, 500)}
 ALONE = {"meeting", "issue of a collective", "completion of a collective", "bytes in collectives"}
 """What one rank has none of."""

@@ -201,5 +201,6 @@ def test_destroy_gives_everything_back_on_two_ranks(
     # torch keeps a record of the last 2000 collectives, which takes megabytes to fill.
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     for grown in on_ranks(lambda _: grown_on_ranks(scratch), 2, scratch):
-        assert grown.pop("KB") < 4 * LAYER_KB  # a shard is half a layer, and kept 21 times
+        # Heaps of threads keep some; a model's shards are 2.5 layers, kept in three rounds.
+        assert grown.pop("KB") < 6 * LAYER_KB
         assert max(grown.values()) <= 0, grown

@@ -62,6 +62,7 @@ def test_what_does_not_fit_is_exit_1_and_what_is_wrong_2(
     assert "It does not fit: each GPU needs" in capsys.readouterr().out
     bad = tmp_path / "bad.json"
     bad.write_text('{"zero_optimisation": {}}', encoding="utf-8")
+    (tmp_path / "not.json").write_text("rates", encoding="utf-8")
     for arguments, message in (
         (["lama-3-8b"], "did you mean llama-3-8b"),
         (["gpt2", "--gpu", "rtx4909"], "did you mean rtx4090"),
@@ -71,9 +72,22 @@ def test_what_does_not_fit_is_exit_1_and_what_is_wrong_2(
         (["gpt2", *OFFLOADED, "--host", "550MB"], "host memory"),
         (["gpt2", "--plot", "chart.jpg"], "a chart is a .png or an .html file"),
         (["gpt2", "--batch", "0"], "a batch needs at least one sample"),
+        (["gpt2", "--gpu", "0"], "--gpu 0 has no memory"),
+        (["gpt2", "--host", "1e400GB"], "more than anything has"),
+        (["gpt2", "--tbw", "0"], "--tbw 0 is no size"),
+        (["gpt2", "--measured", str(tmp_path / "not.json")], "is not JSON"),
+        (["json:loads"], "json:loads() failed on meta: TypeError"),
     ):
         assert main(["plan", *arguments]) == 2, arguments
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_samples_of_a_step_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "gpt2", *MACHINE, "--train-batch-size", "0"]) == 2
+    assert "at least one sample, got 0" in capsys.readouterr().err
+    assert main(["fit", "gpt2", *MACHINE, "--train-batch-size", "7", "--gpus", "2"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "7 samples of a step do not divide into micro-batches of any power" in printed
 
 
 def test_of_a_built_model_no_pace_is_told(capsys: pytest.CaptureFixture[str]) -> None:

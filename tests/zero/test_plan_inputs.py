@@ -173,7 +173,7 @@ def changed(config: dict[str, Any], what: str) -> dict[str, Any]:
     match what:
         case "stage 2":
             config["zero_optimization"] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-        case "Lion" | "RMSprop":
+        case "Lion" | "RMSprop" | "Adafactor":
             config["optimizer"] = {"type": what, "params": {"lr": 1e-4}}
         case "durable":
             config["tiers"]["durable"] = {"name": "run", "every_steps": 5}
@@ -190,7 +190,8 @@ def changed(config: dict[str, Any], what: str) -> dict[str, Any]:
 
 @pytest.mark.nvme
 @pytest.mark.parametrize(
-    "what", ["bf16", "compact", "overrides", "Lion", "RMSprop", "durable", "stage 2"]
+    "what",
+    ["bf16", "compact", "overrides", "Lion", "RMSprop", "Adafactor", "durable", "stage 2"],
 )
 def test_formats_optimizers_and_stages_are_planned_as_they_are_placed(
     what: str, scratch: Path, tmp_path: Path
@@ -200,7 +201,7 @@ def test_formats_optimizers_and_stages_are_planned_as_they_are_placed(
         optimizer="nvme",
         nvme_path=str(scratch),
         dtype="bf16",
-        host_memory="1MB" if what == "stage 2" else "150KB",
+        host_memory={"stage 2": "1MB", "Adafactor": "280KB"}.get(what, "150KB"),
         sub_group_size=4096,
     )
     with torch.device("meta"):

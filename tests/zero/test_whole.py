@@ -295,10 +295,11 @@ def test_masters_of_16_bit_parameters_are_what_is_updated(scratch: Path) -> None
     assert not torch.equal(found[0], found[0].bfloat16().float())
 
 
-def test_freezing_keeps_the_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["none", "nvme"])
+def test_freezing_keeps_the_state(scratch: Path, tier: str) -> None:
     model = make_model()
     given = OPTIMIZERS["lamb"](model)
-    engine = start("lamb", "none", tmp_path)
+    engine = start("lamb", tier, scratch)
     for step in range(5):
         for each in (model, engine.module):
             each.blocks[0].up.requires_grad_(step not in (1, 2))

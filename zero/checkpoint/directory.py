@@ -247,7 +247,11 @@ def _remove(path: Path) -> None:
     """Remove a checkpoint, its name first: half of one never has it. See [Note: removal]."""
     aside = path.with_name(f"{_REMOVED}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
     path.rename(aside)
-    if sum(each.stat().st_size for each in aside.iterdir()) <= _REMOVED_AT_ONCE_BYTES:
+    try:
+        size_bytes = sum(each.stat().st_size for each in aside.iterdir())
+    except FileNotFoundError:
+        size_bytes = 0  # somebody else who saves here removes it as well
+    if size_bytes <= _REMOVED_AT_ONCE_BYTES:
         shutil.rmtree(aside, ignore_errors=True)
         return
     thread = threading.Thread(

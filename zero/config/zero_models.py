@@ -300,7 +300,7 @@ class ZeroOptimization(Section):
     save_muon_momentum_buffer_in_memory: Annotated[bool, Switch()] = no_effect(
         "keep Muon's momentum on the device",
         default=False,
-        why="the state of Muon rests in host memory",
+        why="its state rests where that of other optimizers does",
     )
     leaf_module: LeafModule | None = no_effect(
         "modules whose parameters are gathered together",

@@ -137,6 +137,7 @@ def test_odd_tied_weights_are_exported_from_any_ranks(scratch: Path) -> None:
         on_ranks(work, world_size, scratch)
 
 
+@pytest.mark.filterwarnings("ignore:rank 0 waits for:RuntimeWarning")
 def test_a_rank_that_stays_away_is_named(scratch: Path) -> None:
     def work(rank: int) -> str:
         engine = zero.initialize(model=model(), config=config("none", scratch))[0]

@@ -1,0 +1,107 @@
+"""The GPU benchmark's budgets, limits and table; what it measures needs a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import gpu_drive  # noqa: E402
+from gpu_rows import GB, ROWS, Sizes, planned_device_bytes, within_peer  # noqa: E402
+from gpu_table import merge  # noqa: E402
+
+OURS = Sizes(2048, 24, 32000, 1024, 4, fuses_norms=True)
+PEERS = replace(OURS, fuses_norms=False)
+PEER = {"gpu_peak_gb": 14.7, "rss_peak_gb": 23.5, "baseline_bytes": GB, "init_s": 30.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "sizes", "measured"),
+    [
+        ("host-exact", PEERS, 15_528_988_160),
+        ("host-compact", OURS, 14_046_297_088),
+        ("all-nvme-4gb-compact", OURS, 2_341_270_016),
+    ],
+)
+def test_planned_peaks_are_what_was_measured(row: str, sizes: Sizes, measured: int) -> None:
+    assert planned_device_bytes(ROWS[row], sizes) == pytest.approx(measured, rel=0.005)
+
+
+def test_budgets_keep_a_row_within_what_the_peer_took() -> None:
+    row = within_peer(ROWS["nvme-fits-exact"], PEERS, PEER)
+    assert row.host_memory == 22_500_000_000
+    assert isinstance(row.device_memory, int)
+    assert row.device_memory < 8 * GB < planned_device_bytes(ROWS["nvme-fits-exact"], PEERS)
+    assert planned_device_bytes(row, PEERS) < 14.7 * GB
+    larger = replace(row, device_memory=row.device_memory + GB // 20)
+    assert planned_device_bytes(larger, PEERS) > 0.998 * 14.7 * GB
+    assert (
+        within_peer(ROWS["host-exact"], OURS, {**PEER, "gpu_peak_gb": 80.0}) == ROWS["host-exact"]
+    )
+
+
+def test_the_limit_of_a_drive_is_its_faster_schedule() -> None:
+    rates = [gpu_drive.DriveRates(2e9, 4e9, mixed, 2.5e9) for mixed in (2.4e9, 2.6e9)]
+    found = gpu_drive.compare(rates, 8 * GB, 8 * GB, 7.0)
+    assert found["schedule"] == "bursts"
+    assert found["share"] == pytest.approx(6.4 / 7)
+    assert found["share_of_free_bursts"] == pytest.approx(6 / 7)
+
+
+@pytest.mark.nvme
+@pytest.mark.full
+def test_a_drive_is_measured(scratch: Path) -> None:
+    found = gpu_drive.measure(scratch, 128)
+    assert min(vars(found).values()) > 1e6
+
+
+@pytest.mark.full
+def test_a_suite_says_what_failed_and_what_was_left_out(scratch: Path) -> None:
+    program = scratch / "program.py"
+    program.write_text("raise SystemExit(3)\n", encoding="utf-8")
+    done = subprocess.run(
+        [
+            *(sys.executable, str(SCRIPTS / "gpu_suite.py"), "--program", str(program)),
+            *("--out", str(scratch / "out"), "--nvme", str(scratch), "--only", "lossy", "nvme"),
+            *("--seconds", "90"),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("peer-nvme-lossy: failed with ")
+    assert any(line.startswith("peer-nvme: left out, 115 s expected") for line in lines)
+    assert (scratch / "out.tgz").stat().st_size > 0
+
+
+def test_a_table_has_both_sides(scratch: Path) -> None:
+    rows = [[0.1, 0.2, 1.0, 1.3, 10.0 - step, 0, 0] for step in range(4)]
+    peer = {**PEER, "rows": rows}
+    ours = {
+        "rows": [{"loss": 10.0 - step} for step in range(4)],
+        "median_seconds": 0.26,
+        "spread_seconds": [0.25, 0.27],
+        "device_peak_bytes": 14 * GB,
+        "planned_device_bytes": 14 * GB,
+        "rss_bytes": {"before": GB, "peak": 5 * GB},
+        "startup_seconds": {"build": 1.0, "shard": 4.0},
+        "ledger": {"copied_bytes": {"in": GB, "out": GB}, "nvme_bytes": {"nvme read state": GB}},
+    }
+    (scratch / "peer-host.json").write_text(json.dumps(peer), encoding="utf-8")
+    found = {"row": "host-exact", "ours": ours, "peer": peer}
+    (scratch / "host-exact.json").write_text(json.dumps(found), encoding="utf-8")
+    peers, table = merge(scratch).split("\n\n")
+    assert "| peer-host | 1.30 |" in peers
+    assert "| host-exact | 0.260 | 0.250 to 0.270 | 1.30 | 5.0 | 14.00 (14.70) | 1.000 |" in table
+    assert "| 4.00 (22.50) | 5.00 (30.00) | 1.0 / 1.0 | 1.00 / 0.00 | - |" in table
+    assert table.endswith("7.0000 (7.0000, step 4) |")
