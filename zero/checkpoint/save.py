@@ -263,13 +263,13 @@ class Save:
         path = self._pending.path
         signature, since = _signature(path), time.monotonic()
         while not is_over():
-            failed = sorted(path.glob("failed*"))
+            found = _signature(path)  # nothing, if the folder was put in its place just now
+            failed = [path / name for name, _ in found if name.startswith("failed")]
             if failed:
                 raise CheckpointError(
                     f"checkpoint {self.request.tag} was not saved: "
                     + "; ".join(each.read_text(errors="replace") for each in failed)
                 )
-            found = _signature(path)
             if found != signature:
                 signature, since = found, time.monotonic()
             if time.monotonic() - since > STALL_S:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import zero
 from offload import Field
 from tests.aio_ops.disks import mounted_sharing
 from tests.support.configs import make_config
+from tests.support.fork_ranks import on_ranks
 from tests.support.observe import state_digest
 from tests.support.tiny import make_batch, make_model
 from zero.checkpoint import verify
@@ -197,3 +199,29 @@ def test_a_failure_is_told_and_raised_and_training_goes_on(
     engine.save_checkpoint(scratch / "ck", "one", blocking=False)
     engine.destroy()
     assert verify(scratch / "ck")
+
+
+def test_a_rank_that_looks_while_the_folder_moves_to_its_place_goes_on(scratch: Path) -> None:
+    """It is there when the second rank asks whether it is a folder, and gone at the next look."""
+
+    def work(rank: int) -> list[bool]:
+        engine = make_engine(scratch, "cpu")
+        is_dir = Path.is_dir
+
+        def slow(path: Path) -> bool:
+            found = is_dir(path)
+            while rank and path.name.startswith(".saving-") and path.exists():
+                time.sleep(0.001)
+            return found
+
+        said = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "is_dir", slow)
+            for blocking in (True, False):
+                engine.save_checkpoint(scratch / "ck", f"{blocking}", blocking=blocking)
+                engine.wait_for_checkpoint()
+                said.append(is_dir(scratch / "ck" / f"{blocking}"))
+        engine.destroy()
+        return said
+
+    assert on_ranks(work, 2, scratch) == [[True, True]] * 2
