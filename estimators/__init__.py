@@ -34,7 +34,15 @@ from estimators.persistence import NOTHING_STAYS, Persistence
 from estimators.placement import Budget, PlanError, minimum_host_bytes, plan_placement
 from estimators.rates import ASSUMED_RATES, DriveRates
 from estimators.records import Extent, ResidentCopy, Section, SubGroup
-from estimators.segments import PlacementRequest, SegmentSpec, Tier, WholeTensors
+from estimators.segments import (
+    LIVE_LIMIT,
+    PREFETCH_LIMIT,
+    AheadLimit,
+    PlacementRequest,
+    SegmentSpec,
+    Tier,
+    WholeTensors,
+)
 from estimators.summary import MemoryPlan, PlanRow, SlotPlan, StepTraffic, step_traffic
 from estimators.update_device import UpdateRates, device_is_sooner, update_seconds
 
@@ -42,8 +50,11 @@ __all__ = [
     "ASSUMED_RATES",
     "CODE_BLOCK_NUMEL",
     "EXTRA_FIELDS",
+    "LIVE_LIMIT",
     "NOTHING_STAYS",
+    "PREFETCH_LIMIT",
     "SHARD_ALIGNMENT_NUMEL",
+    "AheadLimit",
     "Budget",
     "DriveRates",
     "ElementType",

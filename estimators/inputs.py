@@ -14,7 +14,15 @@ from estimators.models import ModelShape, ParameterShape
 from estimators.persistence import NOTHING_STAYS, Persistence
 from estimators.placement import Budget, PlanError
 from estimators.rates import DriveRates
-from estimators.segments import PlacementRequest, SegmentSpec, Tier, WholeTensors
+from estimators.segments import (
+    LIVE_LIMIT,
+    PREFETCH_LIMIT,
+    AheadLimit,
+    PlacementRequest,
+    SegmentSpec,
+    Tier,
+    WholeTensors,
+)
 from estimators.start import StartTensor, start_bytes
 
 ROOT_UNIT = "<root>"
@@ -91,9 +99,9 @@ class PlanInputs:
     """What an optimizer that sees whole tensors needs, on `node.world_size` ranks."""
     format_overrides: tuple[tuple[str, StateFormat], ...] = ()
     """Patterns of names, and how the state of parameters is stored that match; the first counts."""
-    prefetch_numel: int = 50_000_000
+    prefetch_limit: AheadLimit = PREFETCH_LIMIT
     """`stage3_prefetch_bucket_size`: what may be copied to a device ahead."""
-    live_numel: int = 1_000_000_000
+    live_limit: AheadLimit = LIVE_LIMIT
     """`stage3_max_live_parameters`."""
     is_durable: bool = False
     commit_steps: int = 1
@@ -233,8 +241,8 @@ def placement_request(inputs: PlanInputs) -> PlacementRequest:
         slot_count=inputs.slot_count,
         micro_batches=inputs.accumulation_steps,
         rates=inputs.placement_rates,
-        prefetch_numel=inputs.prefetch_numel,
-        live_numel=inputs.live_numel,
+        prefetch_limit=inputs.prefetch_limit,
+        live_limit=inputs.live_limit,
         durable=inputs.is_durable,
         device_is_host=is_host,
         update_on_device=(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from dataclasses import dataclass
 
 from estimators.formats import (
@@ -79,6 +80,26 @@ class WholeTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class AheadLimit:
+    """A limit to what is read ahead, in elements."""
+
+    numel: int
+    is_written: bool = True
+    """Whether a user has written it, so that it binds."""
+
+    def at_least(self, needed_numel: int) -> int:
+        """Return the limit: what is needed, where nobody has written less."""
+        return self.numel if self.is_written else max(self.numel, needed_numel)
+
+
+NO_LIMIT = AheadLimit(sys.maxsize)
+PREFETCH_LIMIT = AheadLimit(50_000_000, is_written=False)
+"""`stage3_prefetch_bucket_size`, if it is not written."""
+LIVE_LIMIT = AheadLimit(1_000_000_000, is_written=False)
+"""`stage3_max_live_parameters`, if it is not written."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlacementRequest:
     """Everything that placement decides from."""
 
@@ -109,10 +130,10 @@ class PlacementRequest:
     """Whether the device is the processor: then what rests on the host is used where it rests."""
     update_on_device: bool = False
     """Whether state passes through a device that is not the host, to be updated there."""
-    prefetch_numel: int | None = None
-    """Most elements of a unit that is copied to a device ahead of its use; None: of any."""
-    live_numel: int | None = None
-    """Most elements of unsharded parameters at which that is still done; None: any."""
+    prefetch_limit: AheadLimit = NO_LIMIT
+    """Most elements that are read, or copied to a device, ahead of their use."""
+    live_limit: AheadLimit = NO_LIMIT
+    """Most elements of unsharded parameters at which that is still done."""
     durable: bool = False
     """Whether the swap file has two copies of parameters and state, resident ones too."""
     replicates: bool = False

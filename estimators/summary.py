@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import cached_property
 from typing import assert_never
@@ -18,7 +17,8 @@ from estimators.records import (
     section_bytes,
     staged_offsets,
 )
-from estimators.segments import PlacementRequest, SegmentSpec, Tier
+from estimators.segments import PlacementRequest, Tier
+from estimators.unsharded import UnshardedBytes
 
 LIVE_PARAMETERS = "parameters unsharded (peak)"
 GRADIENT_SCRATCH = "gradients unsharded (peak)"
@@ -126,77 +126,6 @@ class DurableBytes:
     def commit_bytes(self) -> int:
         """Bytes that a commit writes from memory, if all of it has changed."""
         return sum(copy.size_bytes for copy in self.resident_copies)
-
-
-_ByUnit = tuple[int, tuple[dict[int, int], dict[int, int]]]
-"""A sum of the root unit, of each block and of each unit within a block."""
-
-
-def _by_unit(segments: Sequence[SegmentSpec], sizes: Sequence[int]) -> _ByUnit:
-    """Return the sum of the root unit, that of each block and that of each unit within a block."""
-    names = {segment.unit for segment in segments}
-    root = 0
-    kinds: tuple[dict[int, int], dict[int, int]] = ({}, {})
-    for segment, size in zip(segments, sizes, strict=True):
-        if not segment.unit_index:
-            root += size
-            continue
-        units = kinds[_is_within(segment.unit, names)]
-        units[segment.unit_index] = units.get(segment.unit_index, 0) + size
-    return root, kinds
-
-
-class UnshardedBytes(abc.ABC):
-    """What is unsharded at once."""
-
-    request: PlacementRequest
-
-    @abc.abstractmethod
-    def is_in_place(self, segment: int) -> bool:
-        """Tell whether the flat buffer of a segment rests as it is: nothing is ever freed."""
-
-    def live_bytes(self, others: int, *, with_ahead: bool) -> int:
-        """Return the bytes of unsharded parameters: the root unit, some others, and one ahead.
-
-        Args:
-            others: units beside the root unit, the largest ones: blocks, and as many of the units
-                within blocks, which are experts.
-            with_ahead: whether one more may be on its way to a device that is not the host.
-        """
-        request = self.request
-        (root, kinds), (root_numel, numels), _ = self._unsharded
-        limit = float("inf") if request.prefetch_numel is None else request.prefetch_numel
-        if request.live_numel is not None:
-            limit = min(limit, request.live_numel - root_numel)
-        held = ahead = 0
-        for units, unit_numels in zip(kinds, numels, strict=True):
-            order = sorted(units, key=units.__getitem__, reverse=True)
-            held += sum(units[unit] for unit in order[:others])
-            if with_ahead and not request.device_is_host:
-                coming = [units[unit] for unit in order[others:] if unit_numels[unit] <= limit]
-                ahead = max(ahead, *coming, 0)
-        return root + held + ahead
-
-    def gradient_bytes(self, others: int) -> int:
-        """Return the bytes of unsharded gradients of the root unit and the largest others."""
-        root, kinds = self._unsharded[2]
-        return root + sum(sum(sorted(units.values(), reverse=True)[:others]) for units in kinds)
-
-    @cached_property
-    def _unsharded(self) -> tuple[_ByUnit, _ByUnit, _ByUnit]:
-        """By unit: bytes and elements of parameters that are ever freed, bytes of gradients."""
-        request = self.request
-        padded = [each.layout(request.world_size).padded_numel for each in request.segments]
-        moves = [not self.is_in_place(index) for index in range(len(padded))]
-        rows = list(zip(request.segments, padded, moves, strict=True))
-        sizes = [each.element.size_bytes * numel * moving for each, numel, moving in rows]
-        numels = [sum(each.numels) * moving for each, _, moving in rows]
-        gradients = [
-            each.gradient.size_bytes * numel * (each.trainable and request.trains)
-            for each, numel, _ in rows
-        ]
-        by_unit = [_by_unit(request.segments, column) for column in (sizes, numels, gradients)]
-        return by_unit[0], by_unit[1], by_unit[2]
 
 
 @dataclass(frozen=True)
@@ -392,15 +321,6 @@ class MemoryPlan(DurableBytes, UnshardedBytes):
             for group in self.sub_groups
             if group.extent is not None
         )
-
-
-def _is_within(unit: str, units: Container[str]) -> bool:
-    """Tell whether a unit is a part of another one's module."""
-    while unit:
-        unit = unit.rpartition(".")[0]
-        if unit in units:
-            return True
-    return False
 
 
 def is_full(request: PlacementRequest, section: Section, segment: int) -> bool:

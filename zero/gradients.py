@@ -47,6 +47,7 @@ class GradientReducer:
         self._all_segments = tuple(segments)
         self._segments = [segment for segment in segments if segment.spec.trainable]
         self._on_arrival: Callable[[], None] | None = None
+        self._on_arrived: Callable[[Segment, int], None] | None = None
         self._scratch: dict[int, torch.Tensor] = {}
         self._arrived: dict[int, set[int]] = {}
         self._passing = PassingGradients(store, communicator)
@@ -55,12 +56,18 @@ class GradientReducer:
         self.hooks = LastHooks()
         self.norm = GradientNorm(segments, store, kernels, communicator, self.kept)
 
-    def register(self, on_arrival: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
-        """Hook every parameter that gets gradients; `on_arrival` runs at each, inside backward.
+    def register(
+        self, on_arrival: Callable[[], None], on_arrived: Callable[[Segment, int], None]
+    ) -> list[torch.utils.hooks.RemovableHandle]:
+        """Hook every parameter that gets gradients.
 
         Gradients that no optimizer asks for are dropped as they arrive.
+
+        Args:
+            on_arrival: runs at each, inside backward, before it is taken.
+            on_arrived: gets the segment and the position of each when it was taken.
         """
-        self._on_arrival = on_arrival
+        self._on_arrival, self._on_arrived = on_arrival, on_arrived
         handles = []
         for segment in self._all_segments:
             for position, member in enumerate(segment.members):
@@ -124,6 +131,8 @@ class GradientReducer:
     def _arrive(self, segment: Segment, position: int, parameter: torch.Tensor) -> None:
         if not segment.spec.trainable:
             take_gradient(parameter)
+            if self._on_arrived is not None:
+                self._on_arrived(segment, position)
             return
         if self._on_arrival is not None:
             try:
@@ -132,6 +141,8 @@ class GradientReducer:
                 take_gradient(parameter)  # its backward fails
                 raise
         self._collect(segment, position, parameter)
+        if self._on_arrived is not None:
+            self._on_arrived(segment, position)
 
     def _collect(self, segment: Segment, position: int, parameter: torch.Tensor) -> None:
         if self.kept.keeps(segment):

@@ -212,8 +212,8 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
             (each.pattern, each.state_format) for each in tiers.format_overrides
         ),
         placement_rates=_placement_rates(settings, node),
-        prefetch_numel=settings.prefetch_numel,
-        live_numel=settings.live_numel,
+        prefetch_limit=settings.prefetch_limit,
+        live_limit=settings.live_limit,
         is_durable=tiers.durable is not None,
         commit_steps=tiers.durable.every_steps if tiers.durable is not None else 1,
     )

@@ -4,8 +4,9 @@
 of its forward instances runs, or inside `GatheredParameters`. The backward of an instance begins
 when the node that produced one of its outputs is about to run, and ends when the node that produced
 one of its inputs is about to run: autograd runs ready nodes by descending sequence number, so by
-then every node of the instance has run. What is still held when the graph task ends is released
-then, which covers units whose inputs need no gradient.
+then every node of the instance has run. Units whose inputs need no gradient are released when all
+of their gradients have arrived ([Note: first units] in `zero/arrivals.py`); what is still held when
+the graph task ends is released then.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 
 from estimators.summary import LIVE_PARAMETERS
 from offload import Store, pages_parameters
+from zero.arrivals import Arrivals, Instance
 from zero.coming import UnitAhead
 from zero.comm import Communicator
 from zero.experts import ExpertTurns
@@ -61,7 +63,8 @@ class UnitScheduler:
         self.ahead = UnitAhead()
         self._turns = ExpertTurns(units, store, reducer, communicator)
         self._guard = SavedTensorGuard(self._require_for_backward)
-        self._tokens: dict[int, list[object]] = {unit.index: [] for unit in units}
+        self._arrivals = Arrivals(units, self._release)
+        self._tokens: dict[int, list[Instance]] = {unit.index: [] for unit in units}
         self._tasks_with_callback: set[int] = set()
         self._handles: list[Any] = []
         self._forward_thread: int | None = None
@@ -104,7 +107,9 @@ class UnitScheduler:
                     )
                 )
         if self._reducer is not None:
-            self._handles.extend(self._reducer.register(self._queue_end_of_task))
+            self._handles.extend(
+                self._reducer.register(self._queue_end_of_task, self._arrivals.note)
+            )
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -153,6 +158,7 @@ class UnitScheduler:
             failed = True
             self._reducer.abandon()
         self._turns.reset()
+        self._arrivals.reset()
         self._guard.pop_all()
         self.ahead.drop(self._store)
         self._forward_thread = None
@@ -190,13 +196,14 @@ class UnitScheduler:
             )
         unit.forward_depth += 1
         self._forwards += 1
-        token = object()
+        token = Instance()
         self._tokens[unit.index].append(token)
         self._guard.push()
         in_backward = torch._C._current_graph_task_id() != -1  # recomputed, for checkpointing
         self._acquire(unit, Phase.BACKWARD if in_backward else Phase.FORWARD)
         if torch.is_grad_enabled():
             for tensor in tensors_in((args, kwargs)):
+                token.has_gradient_inputs |= tensor.requires_grad
                 node = tensor.grad_fn
                 if node is not None:
                     node.register_prehook(ModuleHook(self._done, unit, token))
@@ -321,11 +328,16 @@ class UnitScheduler:
     def _end_of_task(self, task: int) -> None:
         self._tasks_with_callback.discard(task)
         self._turns.end_of_task(task)
+        self._arrivals.end_of_task(task)
+        is_nested = bool(self._tasks_with_callback)
         for unit in self.units:
             ended = [token for token, own in unit.backward_tokens.items() if own == task]
             for token in ended:
                 del unit.backward_tokens[token]
             if ended:
+                is_over = not unit.backward_tokens and not self._turns.take(unit)
+                if is_nested and is_over and self._reducer is not None:
+                    self._reducer.flush(unit.segments)  # of checkpointing with `use_reentrant`
                 self._release(unit)
         if self._tasks_with_callback:
             return  # a nested backward; the outer one reduces

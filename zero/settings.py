@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from estimators import NOTHING_STAYS, ElementType, Persistence, StateFormat, Tier
+from estimators import (
+    LIVE_LIMIT,
+    NOTHING_STAYS,
+    PREFETCH_LIMIT,
+    AheadLimit,
+    ElementType,
+    Persistence,
+    StateFormat,
+    Tier,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +123,9 @@ class Settings:
     parameter_offload: OffloadSettings = OffloadSettings()
     optimizer_offload: OffloadSettings = OffloadSettings()
     sub_group_numel: int = 1_000_000_000
-    prefetch_numel: int = 50_000_000
+    prefetch_limit: AheadLimit = PREFETCH_LIMIT
     """Most parameters that are read ahead of their use."""
-    live_numel: int = 1_000_000_000
+    live_limit: AheadLimit = LIVE_LIMIT
     """Parameters unsharded and read ahead together; reading ahead ends there."""
     reuse_numel: int = 0
     """Elements of other units before the next use of one that is kept; 0 keeps none."""

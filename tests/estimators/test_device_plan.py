@@ -7,6 +7,9 @@ import dataclasses
 import pytest
 
 from estimators import (
+    LIVE_LIMIT,
+    PREFETCH_LIMIT,
+    AheadLimit,
     Budget,
     ElementType,
     MemoryPlan,
@@ -78,8 +81,40 @@ def test_what_rests_on_the_host_is_not_used_in_place() -> None:
     assert not any(plan.is_in_place(index) for index in range(4))
     # The root, the unit that computes, the one before and the one that is copied in.
     assert plan.live_parameter_bytes == pytest.approx(2 * 62 * MILLION, rel=0.001)
+    written = dataclasses.replace(elsewhere, prefetch_limit=AheadLimit(19 * MILLION))
+    none_ahead = plan_placement(written, Budget(GB)).live_parameter_bytes
+    assert none_ahead == pytest.approx(2 * 42 * MILLION, rel=0.001)
     on_host = dataclasses.replace(elsewhere, device_is_host=True, update_on_device=False)
     assert plan_placement(on_host, Budget(GB)).live_parameter_bytes == 0
+
+
+def test_a_limit_that_nobody_wrote_lets_one_unit_come_ahead() -> None:
+    """A model of 8 B: its blocks and its root are larger than the defaults."""
+    sizes = (1_050 * MILLION, *[218 * MILLION] * 4)
+    segments = tuple(
+        dataclasses.replace(each, unit_index=index, numels=(numel,), unit=f"unit{index}")
+        for index, (each, numel) in enumerate(zip(request().segments * 2, sizes, strict=False))
+    )
+    asked = dataclasses.replace(request(Tier.HOST), segments=segments)
+    ahead = 2 * (1_050 + 3 * 218) * MILLION
+    for limits, units in (
+        ((PREFETCH_LIMIT, LIVE_LIMIT), 3),
+        ((AheadLimit(PREFETCH_LIMIT.numel), LIVE_LIMIT), 2),
+        ((PREFETCH_LIMIT, AheadLimit(LIVE_LIMIT.numel)), 2),
+    ):
+        given = dataclasses.replace(asked, prefetch_limit=limits[0], live_limit=limits[1])
+        plan = plan_placement(given, Budget(100 * GB))
+        expected = ahead - 2 * (3 - units) * 218 * MILLION
+        assert plan.live_parameter_bytes == pytest.approx(expected, rel=0.001)
+        raised = tuple(not limit.is_written for limit in limits)
+        assert plan.ahead_limits == (
+            218 * MILLION if raised[0] else 50 * MILLION,
+            (1_050 + 3 * 218) * MILLION if raised[1] else GB,
+        )
+    small = plan_placement(
+        dataclasses.replace(request(Tier.HOST), prefetch_limit=PREFETCH_LIMIT), Budget(GB)
+    )
+    assert small.ahead_limits[0] == 50 * MILLION
 
 
 def test_an_update_by_the_processor_is_staged_in_the_host_budget() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from estimators import DriveRates, StateFormat, Tier
+from estimators import AheadLimit, DriveRates, StateFormat, Tier
 from estimators.activations import Batch
 from estimators.estimate import estimate
 from estimators.hardware import GPUS, bandwidths_of
@@ -140,6 +140,10 @@ SECOND_PEAKS = {
 }
 
 
+LIMITS = {"prefetch_limit": AheadLimit(50_000_000), "live_limit": AheadLimit(1_000_000_000)}
+"""They bound when the peaks were measured, as if written: nothing larger came ahead."""
+
+
 def planned(case: Case) -> int:
     parameters, optimizer = PLACEMENTS[case.placement]
     host_bytes = case.host_bytes if "nvme" in case.placement else 60 * GB
@@ -149,6 +153,7 @@ def planned(case: Case) -> int:
         Batch(case.samples, case.sequence),
         parameter_tier=TIERS[parameters],
         optimizer_tier=TIERS[optimizer],
+        **LIMITS,
     )
     return estimate(inputs).tensor_bytes
 

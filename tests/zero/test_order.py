@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,12 +80,13 @@ def test_spare_slots_hold_more_than_the_next_unit(scratch: Path) -> None:
         ("stage3_prefetch_bucket_size", 0, 0),
         ("stage3_prefetch_bucket_size", 1, 1),
         ("stage3_prefetch_bucket_size", 2, 2),
+        ("stage3_prefetch_bucket_size", "auto", 1),
         ("stage3_max_live_parameters", 0, 0),
         ("stage3_max_live_parameters", 2, 2),
     ],
 )
 def test_reading_ahead_ends_where_the_keys_say(
-    scratch: Path, key: str, blocks: int, expected: int
+    scratch: Path, key: str, blocks: int | str, expected: int
 ) -> None:
     """The ledger shows how much was read ahead at once; the results do not change."""
     losses = []
@@ -97,7 +99,11 @@ def test_reading_ahead_ends_where_the_keys_say(
         model = make_model(layers=6)
         numel = sum(each.numel() for each in model.blocks[0].parameters())
         root = sum(each.numel() for each in model.parameters()) - 6 * numel
-        if limited:
+        if limited and isinstance(blocks, str):  # 0.9 x hidden size squared is less than a block
+            model.config = SimpleNamespace(hidden_size=16)
+            assert 16 * 16 < numel > root
+            config["zero_optimization"][key] = blocks
+        elif limited:
             extra = root if "live" in key and blocks else 0
             config["zero_optimization"][key] = blocks * numel + extra
         engine, _, _, _ = zero.initialize(model=model, config=config)

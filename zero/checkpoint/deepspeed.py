@@ -20,6 +20,7 @@ from zero.checkpoint.deepspeed_files import EXP_AVG, EXP_AVG_SQ, WEIGHT, PeerChe
 from zero.errors import CheckpointError
 from zero.optimizer import UpdateGroup, ZeroOptimizer, update_groups
 from zero.parameter import reference_of
+from zero.replicated import gather_values
 from zero.unit import Segment
 from zero.update_rules import FusedOptimizer
 
@@ -60,10 +61,11 @@ class PeerLoading:
             for segment in engine._runtime.segments:
                 for group in store.plan.by_segment[segment.index]:
                     self._load_group(segment, group)
-                segment.forget_values()
-                segment.accept_changes()
             if store.pager is not None:
                 store.pager.drain()
+            for segment in engine._runtime.segments:
+                segment.forget_values()
+                gather_values(segment, store.ledger)
             restore_buffers(engine.module, self._buffers())
             self._restore_counters()
             if self._states:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import PrivateAttr
 
-from estimators import ElementType, Persistence, StateFormat, Tier
-from zero.config.autos import UNRESOLVED
+from estimators import AheadLimit, ElementType, Persistence, StateFormat, Tier
+from zero.config.autos import UNRESOLVED, WRITTEN
 from zero.config.batch import MICRO, TOTAL, BatchTriple, resolve_batch
 from zero.config.capabilities import OTHER, SAME, WIDER, Combination, refusals
 from zero.config.models import DataTypes, Document, Tiers
@@ -125,8 +125,8 @@ class ZeroConfig(Document):
             parameter_offload=_offload(zero.offload_param),
             optimizer_offload=_offload(zero.offload_optimizer),
             sub_group_numel=zero.sub_group_size or ZeroOptimization().sub_group_size,
-            prefetch_numel=zero.stage3_prefetch_bucket_size,
-            live_numel=zero.stage3_max_live_parameters,
+            prefetch_limit=self._ahead_limit("stage3_prefetch_bucket_size"),
+            live_limit=self._ahead_limit("stage3_max_live_parameters"),
             reuse_numel=zero.stage3_max_reuse_distance,
             persistence=Persistence(
                 zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
@@ -141,6 +141,10 @@ class ZeroConfig(Document):
             gradient_element=(ElementType.FP32 if self.combination().gradients == WIDER else None),
             autocasts=self.torch_autocast is not None and self.torch_autocast.enabled,
         )
+
+    def _ahead_limit(self, name: str) -> AheadLimit:
+        is_written = self._origins.get(f"zero_optimization.{name}") == WRITTEN
+        return AheadLimit(getattr(self.zero, name), is_written=is_written)
 
     def _unresolved(self) -> list[str]:
         """Return an error for every "auto" that only a framework could have resolved."""

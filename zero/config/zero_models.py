@@ -194,7 +194,8 @@ class ZeroOptimization(Section):
         instead="remove it; read-ahead and write-behind hide the transfers exactly",
     )
     stage3_prefetch_bucket_size: Annotated[int, Integer()] = key(
-        "parameters read ahead of their use, at most and while host memory is spare; 0 for none",
+        "parameters read ahead of their use, at most and while host memory is spare; 0 for none;"
+        " a limit that is not written is at least the largest unit",
         default=50_000_000,
         auto=Auto.PREFETCH,
     )
@@ -210,7 +211,8 @@ class ZeroOptimization(Section):
     )
     stage3_max_live_parameters: Annotated[int, Integer()] = key(
         "parameters gathered and read ahead at once; reading ahead ends there, a module that is"
-        " larger is gathered whole",
+        " larger is gathered whole; a limit that is not written is at least the root unit and three"
+        " others",
         default=1_000_000_000,
         auto=Auto.DEFAULT,
     )

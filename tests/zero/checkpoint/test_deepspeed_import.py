@@ -38,10 +38,13 @@ def unpacked(case: str, place: Path) -> Path:
     return place / case
 
 
-def make_engine(place: Path, tier: str, accumulation: int, seed: int = 9) -> zero.ZeroEngine:
+def make_engine(
+    place: Path, tier: str, accumulation: int, seed: int = 9, **options: int
+) -> zero.ZeroEngine:
     """Return an engine of other weights, with the peer's hyper-parameters."""
     model = make_peer_model(seed)
     config = peer_training(str(place), tier, accumulation)
+    config["zero_optimization"] |= options
     engine, _, _, _ = zero.initialize(
         model=model, model_parameters=parameter_groups(model), config=config
     )
@@ -95,34 +98,63 @@ def test_training_goes_on_with_the_losses_of_the_peer(tmp_path: Path, case: str,
     engine.destroy()
 
 
-@pytest.mark.parametrize("case", ["stage3_world2", "stage2_world1"])
+def other_values(engine: zero.ZeroEngine, peer: PeerCheckpoint) -> tuple[list[str], int]:
+    """Look at this rank's copies alone: which are not the peer's values, and how many there are."""
+    wrong, plain = [], 0
+    for name, parameter in engine.module.named_parameters():
+        if type(parameter) is torch.nn.Parameter:
+            is_frozen = name in peer.frozen_shapes
+            saved = peer.read_frozen(name).float() if is_frozen else peer.read(name, "fp32")
+            plain += 1
+            wrong += (
+                [] if torch.equal(parameter.detach().reshape(-1), saved.reshape(-1)) else [name]
+            )
+    return wrong, plain
+
+
+WAYS: dict[str, list[tuple[str, dict[str, int], int]]] = {
+    "stage3_world2": [
+        ("device", {"stage": 0}, 12),
+        ("device", {"stage": 2}, 12),
+        ("device", {"stage3_param_persistence_threshold": 60}, 8),
+        ("cpu", {}, 0),
+    ],
+    "stage2_world1": [("device", {"stage": 1}, 12), ("cpu", {}, 0)],
+}
+"""Tier, keys, and how many parameters each rank has in full."""
+
+
+@pytest.mark.parametrize("case", WAYS)
 def test_two_ranks_load_what_any_number_saved(tmp_path: Path, case: str) -> None:
+    """Also where each rank has all values, or those of small parameters: it gets the others'."""
     folder = unpacked(case, tmp_path)
     ranks = int(case[-1])
+    peer = PeerCheckpoint(folder / "global_step3")
 
-    def work(_rank: int) -> list[float]:
-        engine = make_engine(tmp_path, "cpu", 1)
-        engine.load_checkpoint(folder)
-        if ranks == 1:
-            found = [
+    def work(_rank: int) -> list[Any]:
+        found: list[Any] = []
+        for tier, options, _ in WAYS[case]:
+            engine = make_engine(tmp_path, tier, 1, **options)
+            engine.load_checkpoint(folder)
+            sums = [
                 value.double().sum().item()
                 for state in zero.iterate_states(engine.module)
                 for value in (state.value, state.exp_avg)
                 if value is not None
             ]
-        else:
-            found = go_on(engine, 8, ranks)
-        engine.destroy()
+            held = other_values(engine, peer)
+            found.append((held, sums, go_on(engine, 8, ranks) if ranks == 2 else []))
+            engine.destroy()
         return found
 
     first, second = on_ranks(work, 2, tmp_path)
     assert first == second
-    if ranks == 2:
-        check_losses(first, folder)
-        return
-    peer = PeerCheckpoint(folder / "global_step3")
-    sums = {name: peer.read(name, "fp32").double().sum().item() for name in peer.shapes}
-    assert all(any(each == pytest.approx(one) for one in first) for each in sums.values())
+    assert [held for held, *_ in first] == [[[], plain] for *_, plain in WAYS[case]]
+    wanted = {name: peer.read(name, "fp32").double().sum().item() for name in peer.shapes}
+    for _, sums, losses in first:
+        assert all(any(each == pytest.approx(one) for one in sums) for each in wanted.values())
+        if ranks == 2:
+            check_losses(losses, folder)
 
 
 def test_what_differs_is_told(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""Units whose inputs need no gradient are released as soon as all of their gradients are there.
+
+[Note: first units] No node tells when the backward of such a unit ends: it has nothing to give to
+whoever came before. But every node that uses its values leads to one of its parameters then, so
+when all of these have their gradients, nothing uses them any more. Where one gets none, the unit is
+held until the backward ends. Only memory depends on this: who needs a value that is gone unshards
+it, see [Note: saved-tensor guard].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zero.unit import Segment, Unit
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """One forward of a unit."""
+
+    has_gradient_inputs: bool = False
+    """Whether an input needs a gradient, so that its node tells when the backward ends."""
+
+
+class Arrivals:
+    """The gradients that have arrived, of units that nothing else tells the end of."""
+
+    def __init__(self, units: Sequence[Unit], release: Callable[[Unit], None]) -> None:
+        self._units = tuple(units)
+        self._release = release
+        self._arrived: dict[tuple[int, int], set[tuple[int, int]]] = {}
+        """Segments and positions in them, by graph task and unit."""
+
+    def note(self, segment: Segment, position: int) -> None:
+        """Take note of the gradient of a parameter; release its unit if that was the last one."""
+        unit = self._units[segment.spec.unit_index]
+        task = torch._C._current_graph_task_id()
+        ending = [
+            token
+            for token, own in unit.backward_tokens.items()
+            if own == task and isinstance(token, Instance) and not token.has_gradient_inputs
+        ]
+        if not ending or not unit.moves:
+            return
+        arrived = self._arrived.setdefault((task, unit.index), set())
+        arrived.add((segment.index, position))
+        if len(arrived) < _gradient_count(unit):
+            return
+        for token in ending:
+            del unit.backward_tokens[token]
+        self._release(unit)
+
+    def end_of_task(self, task: int) -> None:
+        """Forget what has arrived in a graph task."""
+        for key in [key for key in self._arrived if key[0] == task]:
+            del self._arrived[key]
+
+    def reset(self) -> None:
+        """Forget what an interruption has left."""
+        self._arrived.clear()
+
+
+def _gradient_count(unit: Unit) -> int:
+    """Return how many parameters of a unit get a gradient if they are used."""
+    return sum(
+        parameter.requires_grad for segment in unit.segments for parameter in segment.parameters
+    )
