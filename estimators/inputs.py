@@ -83,6 +83,8 @@ class PlanInputs:
     keeps_elements: bool = False
     """Whether parameters of which it is known train in the type that they are built in."""
     gradient_element: ElementType | None = None
+    reduction_element: ElementType | None = None
+    """Type in which ranks add up gradients; None is the one that they accumulate in."""
     parameter_tier: Tier = Tier.DEVICE
     optimizer_tier: Tier = Tier.DEVICE
     state_format: StateFormat = StateFormat.EXACT
@@ -251,6 +253,7 @@ def placement_request(inputs: PlanInputs) -> PlacementRequest:
         replicates=inputs.stage < 3,
         rule=inputs.rule,
         whole=inputs.whole,
+        reduction_element=inputs.reduction_element,
     )
 
 

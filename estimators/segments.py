@@ -142,6 +142,8 @@ class PlacementRequest:
     """What an optimizer that sees whole tensors needs."""
     rule: UpdateRule | GenericRule = UpdateRule.ADAMW
     """The optimizer, which decides which moments are stored."""
+    reduction_element: ElementType | None = None
+    """Type in which several ranks add up gradients; None is the one that they accumulate in."""
 
     @property
     def pages_whole_tensors(self) -> bool:
@@ -158,6 +160,10 @@ class PlacementRequest:
         """Tell whether an update of a segment rounds by random bits."""
         lossy = self.format_of(segment).is_lossy and segment.element is ElementType.BF16
         return lossy and segment.trainable and self.trains
+
+    def reduction_of(self, segment: SegmentSpec) -> ElementType:
+        """Return the type in which several ranks add up the gradients of a segment."""
+        return self.reduction_element or segment.gradient
 
     def record_of(self, segment: SegmentSpec, numel: int) -> RecordLayout:
         """Lay out the record of `numel` elements of a segment."""

@@ -281,7 +281,7 @@ def _network_bytes(inputs: PlanInputs, plan: MemoryPlan) -> float:
         numel = spec.layout(world_size).padded_numel
         total += gathers * numel * spec.element.size_bytes
         if spec.trainable and plan.request.trains:
-            total += micro * numel * spec.gradient.size_bytes
+            total += micro * numel * plan.request.reduction_of(spec).size_bytes
     return total * (world_size - 1) / world_size
 
 

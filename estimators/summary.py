@@ -218,25 +218,29 @@ class MemoryPlan(DurableBytes, UnshardedBytes):
 
     @property
     def collective_scratch_bytes(self) -> int:
-        """Peak bytes that a collective of several ranks takes beside what it moves.
+        """Peak bytes that a collective of several ranks takes beside the gradients themselves.
 
-        gloo reduces gradients in a copy of them; it gathers parameters in place. A copy that the
-        heap keeps rather than the system gets back may still be there when the next one is made.
-        On GPUs two ranks exchange in place, and more receive what they add up. NCCL's own buffers
-        do not depend on the model.
+        Gradients that are added up in another type than their own are cast into a copy. gloo
+        reduces in one more copy; it gathers parameters in place. A copy that the heap keeps rather
+        than the system gets back may still be there when the next one is made. On GPUs two ranks
+        exchange in place, and more receive what they add up. NCCL's own buffers do not depend on
+        the model.
         """
         request = self.request
         if request.world_size == 1 or not request.trains:
             return 0
-        copies = [
-            segment.layout(request.world_size).padded_numel * segment.gradient.size_bytes
-            for segment in request.segments
-            if segment.trainable
-        ]
-        if not request.device_is_host:
-            return max(copies, default=0) if request.world_size > 2 else 0
-        kept = [copy for copy in copies if copy <= HEAP_KEPT_BYTES]
-        return max(copies, default=0) + max(kept, default=0)
+        most = kept = 0
+        for segment in request.segments:
+            if not segment.trainable:
+                continue
+            reduction = request.reduction_of(segment)
+            receives = request.device_is_host or request.world_size > 2
+            count = receives + (reduction is not segment.gradient)
+            copy = segment.layout(request.world_size).padded_numel * reduction.size_bytes
+            most = max(most, count * copy)
+            if request.device_is_host and copy <= HEAP_KEPT_BYTES:
+                kept = max(kept, count * copy)
+        return most + kept
 
     @cached_property
     def device_buffer_bytes(self) -> int:

@@ -1,4 +1,11 @@
-"""Unsharded gradients on their way: between the ranks, and from a device to host memory."""
+"""Unsharded gradients on their way: between the ranks, and from a device to host memory.
+
+[Note: two types] Gradients accumulate in one type, and several ranks add them up in the same or in
+the one that `communication_data_type` names. Then all that a rank gives is cast into a copy; the
+sum is made and divided in the copy's type, in rank order, and the shard of the mean is rounded once
+to the type that accumulates. A wider type rounds the sum less, a narrower one moves fewer bytes. An
+fp16 sum that overflows is infinite, and so is the norm: that step is skipped.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from offload import Store
+from offload.arrays import torch_dtype
 from offload.device import PASSED, Fence
 from offload.ledger import REDUCED, Activity
 from zero.comm import Communicator
@@ -55,11 +63,11 @@ class PassingGradients:
         if self._communicator.world_size == 1:
             self._let_be_kept(scratch, keep(segment, scratch))
             return
+        dtype = self._reduction(segment)
         with self._store.ledger.timing(Activity.COLLECTIVE):
-            fence = self._store.device.beside(
-                lambda: self._communicator.reduce_scatter_in_place(scratch), scratch
-            )
-        self._store.ledger.exchanged(REDUCED, scratch.nbytes, self._communicator.world_size)
+            fence = self._store.device.beside(lambda: self._average(scratch, dtype), scratch)
+        moved_bytes = scratch.numel() * dtype.itemsize
+        self._store.ledger.exchanged(REDUCED, moved_bytes, self._communicator.world_size)
         self._exchanged.append(_Exchange(segment, scratch, fence, keep))
         if fence is PASSED:
             self.finish()
@@ -70,9 +78,8 @@ class PassingGradients:
             done = self._exchanged.popleft()
             self._store.device.join(done.fence)
             shard = self._communicator.own_slice(done.scratch)
-            shard.div_(self._communicator.world_size)
             if self._store.device.is_host:
-                self._store.heap.freed(done.scratch.nbytes)  # the copy that gloo reduced in
+                self._note_freed(done)
             self._let_be_kept(done.scratch, done.keep(done.segment, shard))
 
     def abandon(self) -> None:
@@ -96,6 +103,23 @@ class PassingGradients:
             _, fence = self._leaving[0]  # it keeps its memory until the device has joined
             self._store.device.join(fence)
             self._leaving.popleft()
+
+    def _reduction(self, segment: Segment) -> torch.dtype:
+        return torch_dtype(self._store.plan.request.reduction_of(segment.spec))
+
+    def _average(self, scratch: torch.Tensor, dtype: torch.dtype) -> None:
+        """Make this rank's slice of `scratch` the mean over the ranks, see [Note: two types]."""
+        moved = scratch.to(dtype)
+        shard = self._communicator.reduce_scatter_in_place(moved)
+        shard.div_(self._communicator.world_size)
+        if moved is not scratch:
+            self._communicator.own_slice(scratch).copy_(shard)
+
+    def _note_freed(self, done: _Exchange) -> None:
+        """Take note of the copy that gloo reduced in, and of the one in another type."""
+        dtype = self._reduction(done.segment)
+        count = 1 + (dtype is not done.scratch.dtype)
+        self._store.heap.freed(count * done.scratch.numel() * dtype.itemsize)
 
     def _let_be_kept(self, scratch: torch.Tensor, fence: Fence) -> None:
         if fence is not PASSED:

@@ -194,6 +194,7 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         accumulation_steps=settings.batch.accumulation_steps,
         element=ELEMENTS[options.dtype] if options.dtype else settings.element or inputs.element,
         gradient_element=settings.gradient_element,
+        reduction_element=settings.reduction_element,
         parameter_tier=settings.parameter_offload.tier,
         optimizer_tier=settings.optimizer_offload.tier,
         state_format=tiers.state_format,

@@ -287,6 +287,7 @@ def _placement_request(
         replicates=settings.stage < 3,
         rule=rule,
         whole=_whole_tensors(optimizer, units, world_size),
+        reduction_element=settings.reduction_element,
     )
 
 

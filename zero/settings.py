@@ -136,6 +136,8 @@ class Settings:
     drop_last_batch: bool = False
     gradient_element: ElementType | None = None
     """Type that gradients accumulate in; None is the parameters' own."""
+    reduction_element: ElementType | None = None
+    """Type in which several ranks add up gradients; None is the one that they accumulate in."""
     persistence: Persistence = NOTHING_STAYS
     """Which small parameters stay unsharded on the device."""
     autocasts: bool = False

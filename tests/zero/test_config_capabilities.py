@@ -95,6 +95,8 @@ def test_the_table_is_the_truth() -> None:
         wider = ElementType.FP32 if combination.gradients == WIDER else None
         assert settings.gradient_element is wider
         assert settings.element is ELEMENTS[combination.precision]
+        named = config.communication_data_type or "model"
+        assert settings.reduction_element is ELEMENTS[named]
         assert settings.parameter_offload.tier is TIERS[combination.offload_param]
         assert settings.optimizer_offload.tier is TIERS[combination.offload_optimizer]
         assert settings.tiers.state_format is StateFormat(combination.state_format)

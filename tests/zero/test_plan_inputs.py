@@ -59,6 +59,7 @@ def test_a_plan_of_a_shape_is_the_plan_of_the_built_model(
         host_memory="150KB" if "nvme" in (parameters, optimizer) else "50MB",
         sub_group_size=4096,
     )
+    config["communication_data_type"] = "fp16"
     with torch.device("meta"):
         model = TinyTransformer(layers=3, extra=(5000,))
     shape = shape_of(model, "tiny")

@@ -74,12 +74,6 @@ REFUSALS = (
         "gradients are accumulated in fp32 or in the type of the parameters",
         'write "fp32", or remove it',
     ),
-    Refusal(
-        {"collectives": (OTHER,)},
-        "communication_data_type",
-        "collectives use the type of the parameters",
-        "remove it, or name the same type in data_types.param_dtype",
-    ),
 )
 
 

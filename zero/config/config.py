@@ -139,6 +139,7 @@ class ZeroConfig(Document):
             scheduler=self._scheduler_factory(),
             drop_last_batch=self.dataloader_drop_last,
             gradient_element=(ElementType.FP32 if self.combination().gradients == WIDER else None),
+            reduction_element=_ELEMENTS[self.communication_data_type or "model"],
             autocasts=self.torch_autocast is not None and self.torch_autocast.enabled,
         )
 

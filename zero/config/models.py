@@ -321,16 +321,24 @@ class Document(Section):
         default=True,
     )
     communication_data_type: Annotated[str | None, Choice(words=ELEMENTS, nullable=True)] = key(
-        "type of the collectives; null is that of the parameters", default=None
+        "type in which several ranks add up and average gradients; null is the one that they"
+        " accumulate in",
+        default=None,
     )
     seq_parallel_communication_data_type: Annotated[
         str | None, Choice(words=ELEMENTS, nullable=True)
     ] = no_effect("type of sequence-parallel collectives", default="fp32", why="there are none")
     prescale_gradients: _SWITCH = _unsupported(
-        "divide before the reduction", "gradients are averaged by the reduction", default=False
+        "divide before the reduction",
+        "gradients are summed over the ranks, then divided",
+        'remove it; where sums overflow, write "communication_data_type": "fp32"',
+        default=False,
     )
     gradient_predivide_factor: Annotated[float, Number(above_minimum=True)] = _unsupported(
-        "divide before the reduction", "gradients are averaged by the reduction", default=1.0
+        "divide before the reduction",
+        "gradients are summed over the ranks, then divided",
+        'remove it; where sums overflow, write "communication_data_type": "fp32"',
+        default=1.0,
     )
     gradient_allreduce_op: Annotated[str, Choice(words=("mean", "sum"))] = _unsupported(
         "how gradients are reduced",
