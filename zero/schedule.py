@@ -5,7 +5,8 @@ of its forward instances runs, or inside `GatheredParameters`. The backward of a
 when the node that produced one of its outputs is about to run, and ends when the node that produced
 one of its inputs is about to run: autograd runs ready nodes by descending sequence number, so by
 then every node of the instance has run. What is still held when the graph task ends is released
-then, which covers units whose inputs need no gradient.
+then, which covers units whose inputs need no gradient. Experts with such inputs end, by the same
+order of autograd's, when the backward of the next unit begins: a layer may have many.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class UnitScheduler:
         self.ahead = UnitAhead()
         self._turns = ExpertTurns(units, store, reducer, communicator)
         self._guard = SavedTensorGuard(self._require_for_backward)
-        self._tokens: dict[int, list[object]] = {unit.index: [] for unit in units}
+        self._tokens: dict[int, list[_Instance]] = {unit.index: [] for unit in units}
+        self._without_end: tuple[Unit, object] | None = None
+        """An expert whose backward runs, and no node of its inputs ends it."""
         self._tasks_with_callback: set[int] = set()
         self._handles: list[Any] = []
         self._forward_thread: int | None = None
@@ -149,6 +152,7 @@ class UnitScheduler:
         """
         failed = bool(self._tasks_with_callback)
         self._tasks_with_callback.clear()
+        self._without_end = None
         if self._reducer is not None and self._reducer.has_pending():
             failed = True
             self._reducer.abandon()
@@ -190,7 +194,7 @@ class UnitScheduler:
             )
         unit.forward_depth += 1
         self._forwards += 1
-        token = object()
+        token = _Instance()
         self._tokens[unit.index].append(token)
         self._guard.push()
         in_backward = torch._C._current_graph_task_id() != -1  # recomputed, for checkpointing
@@ -199,6 +203,7 @@ class UnitScheduler:
             for tensor in tensors_in((args, kwargs)):
                 node = tensor.grad_fn
                 if node is not None:
+                    token.has_end = True
                     node.register_prehook(ModuleHook(self._done, unit, token))
 
     def _after_forward(
@@ -224,9 +229,14 @@ class UnitScheduler:
             self._kept.drop_all()
         return output
 
-    def _needed(self, unit: Unit, token: object, _gradients: Any) -> None:
+    def _needed(self, unit: Unit, token: _Instance, _gradients: Any) -> None:
         """Unshard for the backward of one forward instance."""
         self._queue_end_of_task()
+        if self._without_end is not None and self._without_end[1] is not token:
+            before, self._without_end = self._without_end, None
+            self._done(*before, None)
+        if unit.router is not None and not token.has_end:
+            self._without_end = unit, token
         task = torch._C._current_graph_task_id()
         unit.backward_tokens[token] = _UNTIL_NEXT_FORWARD if torch.is_grad_enabled() else task
         self._acquire(unit, Phase.BACKWARD)
@@ -320,6 +330,7 @@ class UnitScheduler:
 
     def _end_of_task(self, task: int) -> None:
         self._tasks_with_callback.discard(task)
+        self._without_end = None
         self._turns.end_of_task(task)
         for unit in self.units:
             ended = [token for token, own in unit.backward_tokens.items() if own == task]
@@ -334,6 +345,16 @@ class UnitScheduler:
             self._reducer.flush()
         if self.on_backward_end is not None:
             self.on_backward_end()
+
+
+class _Instance:
+    """One forward of a unit."""
+
+    __slots__ = ("has_end",)
+
+    def __init__(self) -> None:
+        self.has_end = False
+        """Whether an input needs a gradient, so that a hook there ends the backward."""
 
 
 def _is_outermost_backward() -> bool:
