@@ -24,9 +24,10 @@ SAYS = {
 
 
 def run(path: Path, scratch: Path, *launcher: str) -> str:
-    command = [sys.executable, "-W", "error::RuntimeWarning", *launcher, str(path), str(scratch)]
+    command = [sys.executable, *launcher, str(path), str(scratch)]
+    strict = worker_environment() | {"PYTHONWARNINGS": "error::RuntimeWarning"}  # ranks inherit it
     done = subprocess.run(
-        command, env=worker_environment(), capture_output=True, text=True, timeout=120, check=False
+        command, env=strict, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
