@@ -90,6 +90,8 @@ class PlanInputs:
     state_format: StateFormat = StateFormat.EXACT
     sub_group_numel: int = 1_000_000_000
     slot_count: int | None = None
+    holds_all: bool = False
+    """Whether a backward with `create_graph=True` holds every unit."""
     max_host_parameter_numel: int | None = None
     trains: bool = True
     stage: int = 3
@@ -241,6 +243,7 @@ def placement_request(inputs: PlanInputs) -> PlacementRequest:
         max_host_parameter_numel=cap // gpus if cap is not None else None,
         start_bytes=start_bytes(tensors, shards, world_size) if is_host else 0,
         slot_count=inputs.slot_count,
+        holds_all=inputs.holds_all,
         micro_batches=inputs.accumulation_steps,
         rates=inputs.placement_rates,
         prefetch_limit=inputs.prefetch_limit,

@@ -134,6 +134,8 @@ class PlacementRequest:
     """Most elements that are read, or copied to a device, ahead of their use."""
     live_limit: AheadLimit = NO_LIMIT
     """Most elements of unsharded parameters at which that is still done."""
+    holds_all: bool = False
+    """Whether every unit may be unsharded at once, after a backward with `create_graph=True`."""
     durable: bool = False
     """Whether the swap file has two copies of parameters and state, resident ones too."""
     replicates: bool = False

@@ -56,6 +56,7 @@ class UnshardedBytes(abc.ABC):
         prefetch_numel, live_numel = self.ahead_limits
         limit = min(prefetch_numel, live_numel - root_numel)
         held = ahead = 0
+        others = len(request.segments) if request.holds_all else others
         for units, unit_numels in zip(kinds, numels, strict=True):
             order = sorted(units, key=units.__getitem__, reverse=True)
             held += sum(units[unit] for unit in order[:others])
@@ -79,6 +80,7 @@ class UnshardedBytes(abc.ABC):
     def gradient_bytes(self, others: int) -> int:
         """Return the bytes of unsharded gradients of the root unit and the largest others."""
         root, kinds = self._unsharded[2]
+        others = len(self.request.segments) if self.request.holds_all else others
         return root + sum(sum(sorted(units.values(), reverse=True)[:others]) for units in kinds)
 
     @cached_property

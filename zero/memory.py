@@ -123,7 +123,8 @@ def warn_if_exceeded(lines: Sequence[MemoryLine]) -> None:
                 f"the first step took {line.actual_bytes} bytes of {line.tier.value} memory for"
                 f" {line.what}, but {line.planned_bytes} were planned; the budget may be exceeded:"
                 " lower tiers.host_memory by the difference, or look for what holds several units"
-                " at once",
+                " at once (a backward with create_graph=True does: tiers.double_backward plans for"
+                " it)",
                 RuntimeWarning,
                 stacklevel=4,
             )

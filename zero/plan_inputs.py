@@ -200,6 +200,7 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         state_format=tiers.state_format,
         sub_group_numel=settings.sub_group_numel,
         slot_count=tiers.slot_count,
+        holds_all=tiers.double_backward,
         max_host_parameter_numel=settings.parameter_offload.max_host_numel,
         device_budget_bytes=None
         if tiers.device_memory_bytes is None

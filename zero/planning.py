@@ -277,6 +277,7 @@ def _placement_request(
         ),
         start_bytes=start_bytes(units, world_size) if device.is_host else 0,
         slot_count=settings.tiers.slot_count,
+        holds_all=settings.tiers.double_backward,
         micro_batches=settings.batch.accumulation_steps,
         rates=rates,
         prefetch_limit=settings.prefetch_limit,

@@ -75,6 +75,8 @@ class TierSettings:
     rounding_seed: int = 0
     measures_bandwidth: bool = False
     slot_count: int | None = None
+    double_backward: bool = False
+    """Whether a backward with `create_graph=True` is planned for."""
     write_burst: int = 0
     measures_schedule: bool = False
     verify: bool = False

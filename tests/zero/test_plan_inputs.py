@@ -176,6 +176,8 @@ def changed(config: dict[str, Any], what: str) -> dict[str, Any]:
             config["zero_optimization"] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
         case "Lion" | "RMSprop" | "Adafactor":
             config["optimizer"] = {"type": what, "params": {"lr": 1e-4}}
+        case "double_backward":
+            config["tiers"]["double_backward"] = True
         case "durable":
             config["tiers"]["durable"] = {"name": "run", "every_steps": 5}
         case "overrides":
@@ -192,7 +194,17 @@ def changed(config: dict[str, Any], what: str) -> dict[str, Any]:
 @pytest.mark.nvme
 @pytest.mark.parametrize(
     "what",
-    ["bf16", "compact", "overrides", "Lion", "RMSprop", "Adafactor", "durable", "stage 2"],
+    [
+        "bf16",
+        "compact",
+        "overrides",
+        "Lion",
+        "RMSprop",
+        "Adafactor",
+        "durable",
+        "stage 2",
+        "double_backward",
+    ],
 )
 def test_formats_optimizers_and_stages_are_planned_as_they_are_placed(
     what: str, scratch: Path, tmp_path: Path

@@ -192,6 +192,7 @@ class ZeroConfig(Document):
             rounding_seed=tiers.rounding_seed,
             measures_bandwidth=tiers.measure_bandwidth,
             slot_count=tiers.slot_count,
+            double_backward=tiers.double_backward,
             write_burst=tiers.write_burst,
             measures_schedule=tiers.io_schedule == "measure",
             verify=tiers.verify,

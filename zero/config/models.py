@@ -82,6 +82,11 @@ class Tiers(Section):
         " fewer where the budget is small; null chooses",
         default=None,
     )
+    double_backward: _SWITCH = key(
+        "plan for backwards with create_graph=True, such as gradient penalties: every unit stays"
+        " unsharded from such a backward to the next forward",
+        default=False,
+    )
     write_burst: Annotated[int, Integer(maximum=256)] = key(
         "sub-groups that are written together, the drive reading in between; up to 1 mixes reads"
         " and writes",
