@@ -27,6 +27,7 @@ def cell_name(index: int) -> str:
     cell = rank_cells()[index]
     what = "all" if cell["with_parameters"] else "optimizer"
     spare = "-spare" if "device_memory" in cell else ""
+    spare += "-reduced-in-fp32" if "communication_data_type" in cell else ""
     name = f"{cell['device']}-{what}-{cell['dtype']}-{cell['update_device']}"
     return f"stage{cell['stage']}-{name}{spare}"
 

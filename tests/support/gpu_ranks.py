@@ -44,6 +44,7 @@ def rank_cells() -> list[dict[str, Any]]:
         ("bf16", "cpu", True, "auto", 3, {}),
         ("bf16", "cpu", True, "cpu", 3, {}),
         ("bf16", "cpu", True, "auto", 3, {"device_memory": "24MB"}),
+        ("bf16", "cpu", True, "auto", 3, {"communication_data_type": "fp32"}),
         ("bf16", "nvme", True, "auto", 3, {}),
         ("bf16", "nvme", True, "cpu", 3, {}),
         ("bf16", "none", False, "auto", 2, {}),

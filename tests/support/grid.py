@@ -53,13 +53,14 @@ def cells() -> list[dict[str, Any]]:
 def cell_config(cell: dict[str, Any], world_size: int, nvme_path: str) -> dict[str, Any]:
     """Return the configuration of a cell; nvme cells get exactly two slots a rank.
 
-    `update_device`, `device_memory` and `stage` may be added to a cell.
+    `update_device`, `device_memory`, `stage` and `communication_data_type` may be added to a cell.
     """
     config = _tier_config(cell, world_size, nvme_path)
     config["zero_optimization"]["stage"] = cell.get("stage", 3)
     config["tiers"]["update_device"] = cell.get("update_device", "auto")
     config["tiers"]["state_format"] = cell.get("state_format", "exact")
     config["tiers"]["device_memory"] = cell.get("device_memory", "auto")
+    config["communication_data_type"] = cell.get("communication_data_type")
     return config
 
 
