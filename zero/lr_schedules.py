@@ -98,6 +98,7 @@ class WarmupLR(Schedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self._warmup = _Warmup(warmup_num_steps, warmup_type)
+        self.warmup_num_steps, self.warmup_type = warmup_num_steps, warmup_type
         self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr")
         self.max_lrs = (
             self.base_lrs
@@ -167,6 +168,7 @@ class WarmupCosineLR(Schedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self._warmup = _Warmup(warmup_num_steps, warmup_type)
+        self.warmup_num_steps, self.warmup_type = warmup_num_steps, warmup_type
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio = warmup_min_ratio
         self.cos_min_ratio = cos_min_ratio
@@ -213,6 +215,11 @@ class OneCycle(Schedule):
         super().__init__(optimizer, last_batch_iteration)
         self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr")
         self.max_lrs = self._per_group(cycle_max_lr, "cycle_max_lr")
+        self.cycle_first_step_size = cycle_first_step_size
+        self.cycle_second_step_size = cycle_second_step_size
+        self.cycle_first_stair_count = cycle_first_stair_count
+        self.cycle_second_stair_count = cycle_second_stair_count
+        self.decay_step_size = decay_step_size
         self._cycle = _Cycle(
             cycle_first_step_size,
             cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size,

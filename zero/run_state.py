@@ -434,7 +434,7 @@ def _note_schedule(
     now = type(scheduler).__name__ if scheduler is not None else "none"
     then = saved["type"] if saved is not None else "none"
     if scheduler is None:
-        notes.append(f"schedule: saved {then}, now none: the saved learning rates stay as they are")
+        notes.append(f"schedule: saved {then}, now none: learning rates stay as they are")
         return False
     if now != then:
         notes.append(

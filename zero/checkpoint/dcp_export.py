@@ -211,7 +211,7 @@ def _run_text(source: CheckpointSections) -> str:
         if scheduler is not None:
             found["scheduler"] = to_plain(scheduler["state"], "scheduler", tensors)
         found["loss_scaler"] = to_plain(scaler["state"], "loss_scaler", tensors)
-        found["dynamic_loss_scale"] = "cur_scale" in scaler["state"]
+        found["dynamic_loss_scale"] = "cur_iter" in scaler["state"]
     except (PlainDataError, KeyError, TypeError) as error:
         warnings.warn(
             f"the schedule holds tensors and is left out of the export: {error}",

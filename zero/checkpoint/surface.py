@@ -163,7 +163,7 @@ def _load_peer(engine: ZeroEngine, request: LoadRequest, path: Path) -> tuple[Pa
     if notes and engine.global_rank == 0:
         text = "\n".join(f"- {note}" for note in notes)
         warnings.warn(
-            f"{path} was loaded into a run that differs:\n{text}", ResumeWarning, stacklevel=5
+            f"{path} was loaded into a run that differs:\n{text}", ResumeWarning, stacklevel=4
         )
     return path, client
 
@@ -201,7 +201,7 @@ class _Loading:
                 f"{request.folder} has no file {LATEST!r}, so there is nothing to resume from; give"
                 " a tag, or the folder that checkpoints were saved into",
                 ResumeWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
             return None
         path = find(request.folder, check_tag(tag))
@@ -226,7 +226,7 @@ class _Loading:
             warnings.warn(
                 f"{self.path} was loaded into a run that differs:\n{text}",
                 ResumeWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
         return client
 

@@ -377,7 +377,7 @@ class Document(Section):
         "print the configuration", default=False, why="`python -m zero.config show FILE` prints it"
     )
     log_level: Annotated[str | None, Text(nullable=True)] = no_effect(
-        "level of the log", default=None, why="the engine logs nothing"
+        "level of the log", default=None, why='logging.getLogger("zero").setLevel() sets it'
     )
     activation_checkpointing: other.ActivationCheckpointing | None = key(
         "the field's own activation checkpointing", default=None

@@ -163,6 +163,7 @@ def test_an_export_goes_on_bit_for_bit_at_other_ranks_and_tiers(scratch: Path) -
             train(engine, 0, 1, rank)  # it has something to lose
             quietly_load(engine, scratch / "dcp")
             assert (engine.global_steps, engine._history.updates) == (3, 3)
+            assert not any("loss scale" in note for note in engine.resume_report)
             digest = state_digest(engine)
             if stage < 3:  # this rank's own copies, which nobody gathers
                 named = engine.module.named_parameters()

@@ -167,7 +167,7 @@ def test_a_run_that_differs_says_so_and_trains_on(scratch: Path) -> None:
     longer = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 9}}
     for changes, words, rate in (
         ({"scheduler": longer}, r"max_lrs \[0.01\] -> \[0.02\]: the new value is used", None),
-        ({}, "schedule: saved WarmupLR, now none: the saved learning rates stay", lr),
+        ({}, "schedule: saved WarmupLR, now none: learning rates stay", lr),
         (
             {"scheduler": warmup, "gradient_accumulation_steps": 2},
             "batch: train_batch_size 2 -> 4, accumulation_steps 1 -> 2: the new sizes are used",

@@ -153,6 +153,12 @@ def test_every_difference_is_told_with_what_was_done() -> None:
     assert other.get_lr() == [0.0]
     other.destroy()
 
+    other = make_engine(scheduler=longer)
+    assert "schedule WarmupLR: warmup_num_steps 5 -> 9: the new value is used" in "\n".join(
+        restore(other, state)
+    )
+    other.destroy()
+
 
 def test_buffers_of_another_model_are_refused_and_nothing_changes() -> None:
     engine = make_engine()
