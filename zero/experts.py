@@ -2,7 +2,9 @@
 
 [Note: turns] Ranks route differently, but a gather needs all of them. While a rank is inside the
 module that routes, each of its experts that it comes to begins a turn: all ranks meet, each says
-which expert it wants, and all gather one of these, the first in order (the last in a backward).
+which expert it wants, and all gather one of these: the first in order that a forward wants, else
+the last one that a backward wants. So where forwards run again in a backward, on some ranks longer
+than on others, all of them end before gradients arrive, and those of an expert arrive together.
 Who wanted it goes on; the others lend their parts, keep nothing, and come to the next turn with
 what they want. A rank that wants none comes as soon as it leaves the module, or before it meets the
 others for anything else, and takes turns until nobody wants an expert. So every expert is gathered
@@ -215,10 +217,11 @@ class ExpertTurns:
             arrived = rows[:, 2:].any(0).tolist()
             for segment in itertools.compress(segments, arrived):
                 reducer.reduce(segment)
-        wishes: list[int] = [number for number in rows[:, 0].tolist() if number >= 0]
+        wishes = [(number, is_back) for number, is_back in rows[:, :2].tolist() if number >= 0]
+        forwards = [number for number, is_back in wishes if not is_back]
         if not wishes:
             return None
-        return group.units[max(wishes) if rows[0, 1] else min(wishes)]
+        return group.units[min(forwards) if forwards else max(wishes)[0]]
 
     def _lend(self, unit: Unit) -> None:
         """Give the other ranks this rank's part, and keep nothing that it has no use for."""

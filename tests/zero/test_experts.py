@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from tests.support.configs import make_config
 from tests.support.fork_ranks import on_ranks
+from tests.support.observe import digest, full_gradients
 from zero.units import find_blocks, router_of
 
 pytestmark = pytest.mark.nvme
@@ -93,12 +94,19 @@ def routes_of(model: nn.Module, rank: int, routes: list[Route]) -> None:
         layer.mixture.route = routes[(rank + position) % len(routes)]
 
 
-def start(scratch: Path, kind: str) -> zero.ZeroEngine:
+def start(
+    scratch: Path, kind: str, *, threshold: int = 0, accumulation: int = 1
+) -> zero.ZeroEngine:
     torch.manual_seed(3)
     config = make_config(
-        parameters="nvme", optimizer="nvme", nvme_path=str(scratch), host_memory="400KB"
+        parameters="nvme",
+        optimizer="nvme",
+        nvme_path=str(scratch),
+        host_memory="400KB",
+        accumulation=accumulation,
     )
     config["zero_optimization"]["offload_param"]["max_in_cpu"] = 0
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
     engine, _, _, _ = zero.initialize(model=Model(kind), config=config)
     return engine
 
@@ -198,6 +206,24 @@ def test_ranks_route_as_they_like(scratch: Path, kind: str, names: list[str]) ->
                     assert times == (2 if kind == "plain" else 3), (routes, layer, number)
                 else:
                     assert times >= 2
+
+
+def test_gradients_of_an_expert_arrive_together_where_forwards_run_again(scratch: Path) -> None:
+    """Some ranks run more experts again than others, and none adds its gradients before these."""
+
+    def work(rank: int) -> list[str]:
+        said = []
+        for threshold in (0, 10**5):
+            engine = start(scratch, "again", threshold=threshold, accumulation=3)
+            for step, routes in enumerate([[(0, 1), (1, 2)], [(0, 1, 3), (1,)], [(2,), (0, 1, 2)]]):
+                routes_of(engine.module, rank, routes)
+                engine.backward(engine(batch(rank, step)))
+            said.append(digest(full_gradients(engine)))
+            engine.destroy()
+        return said
+
+    for in_turns, staying in on_ranks(work, 2, scratch):
+        assert in_turns == staying
 
 
 def test_gathered_experts_let_ranks_run_freely(scratch: Path) -> None:
