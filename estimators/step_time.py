@@ -20,6 +20,9 @@ from estimators.records import Section, section_bytes
 from estimators.segments import Tier
 from estimators.summary import MemoryPlan, StepTraffic, step_traffic
 
+_KEPT_UNITS = 3
+"""As many are unsharded at once beside the root unit, one of them on its way to a device."""
+
 _EXPECTED_SHARE = 0.5
 """Share of a device's data-sheet rate that training usually reaches."""
 
@@ -201,7 +204,9 @@ def step_time(inputs: PlanInputs, plan: MemoryPlan, bytes_moved: Moved) -> StepT
     done = operations(inputs)
     compute = micro * done.total / rates.flops if done is not None else 0.0
     traffic = bytes_moved.traffic
-    drive = _drive_seconds(inputs, traffic, bytes_moved.commit_bytes)
+    drive = _drive_seconds(
+        inputs, traffic, bytes_moved.commit_bytes, _kept_bytes(plan, traffic, micro)
+    )
     link_rate = rates.link_bytes_per_s if node.device is DeviceKind.CUDA else float("inf")
     link = bytes_moved.link_bytes / link_rate
     host = bytes_moved.host_update_bytes * node.gpus / rates.host_bytes_per_s
@@ -215,10 +220,27 @@ def step_time(inputs: PlanInputs, plan: MemoryPlan, bytes_moved: Moved) -> StepT
     return StepTime(compute, link, drive, host, device, network, copied, streamed, expected)
 
 
-def _drive_seconds(inputs: PlanInputs, traffic: StepTraffic, commit_bytes: float) -> float:
+def _drive_seconds(
+    inputs: PlanInputs, traffic: StepTraffic, commit_bytes: float, kept_bytes: int
+) -> float:
     ranks = inputs.node.gpus
+    read = traffic.total_read_bytes - kept_bytes
     written = traffic.total_written_bytes + commit_bytes
-    return inputs.node.bandwidths.drive_seconds(traffic.total_read_bytes * ranks, written * ranks)
+    return inputs.node.bandwidths.drive_seconds(read * ranks, written * ranks)
+
+
+def _kept_bytes(plan: MemoryPlan, traffic: StepTraffic, micro_batches: int) -> int:
+    """Return the most that need not be read because units are kept from one use to the next.
+
+    `max_reuse_distance` lets the last units of a forward stay for its backward, in the room for the
+    units that are unsharded at once; each is read at least once a micro-batch all the same.
+    """
+    units: dict[int, int] = {}
+    for segment in plan.request.segments:
+        size = segment.layout(plan.request.world_size).shard_numel * segment.element.size_bytes
+        units[segment.unit_index] = units.get(segment.unit_index, 0) + size
+    window = sum(sorted(units.values(), reverse=True)[:_KEPT_UNITS])
+    return min(micro_batches * window, traffic.read_bytes[Section.PARAMETER] // 2)
 
 
 def _update_share(traffic: StepTraffic) -> float:

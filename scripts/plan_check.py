@@ -159,7 +159,11 @@ def cases(device: str, directory: str, *, quick: bool = False) -> list[Case]:
 
 def ds_config(case: Case) -> dict[str, Any]:
     """Return the configuration that a case trains with."""
-    stage: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    stage: dict[str, Any] = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,  # what is kept is not read, and the plan says how much is
+    }
     for key, device in zip(
         ("offload_param", "offload_optimizer"), PLACEMENTS[case.placement], strict=True
     ):

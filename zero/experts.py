@@ -217,11 +217,12 @@ class ExpertTurns:
             arrived = rows[:, 2:].any(0).tolist()
             for segment in itertools.compress(segments, arrived):
                 reducer.reduce(segment)
-        wishes = [(number, is_back) for number, is_back in rows[:, :2].tolist() if number >= 0]
-        forwards = [number for number, is_back in wishes if not is_back]
+        told: list[list[int]] = rows[:, :2].tolist()
+        wishes = [number for number, _ in told if number >= 0]
+        forwards = [number for number, is_backward in told if number >= 0 and not is_backward]
         if not wishes:
             return None
-        return group.units[min(forwards) if forwards else max(wishes)[0]]
+        return group.units[min(forwards) if forwards else max(wishes)]
 
     def _lend(self, unit: Unit) -> None:
         """Give the other ranks this rank's part, and keep nothing that it has no use for."""

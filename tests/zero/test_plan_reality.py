@@ -94,7 +94,8 @@ def test_the_models_that_are_trained_are_those_of_their_configurations(name: str
     with torch.device("meta"):
         built = shape_of(plan_models.build(config), name)
     found = model_of_config(config)
-    assert built.parameters == found.parameters
+    plain = [dataclasses.replace(each, element=None) for each in built.parameters]
+    assert plain == list(found.parameters)
     assert found.stacks
 
 
