@@ -156,10 +156,10 @@ class Estimate:
             and self._is_cuda
             and self.device_bytes > node.device_bytes
         ):
+            again = "" if self.inputs.batch.checkpointing else " use activation checkpointing,"
             found.append(
                 f"each GPU needs {self.device_bytes} bytes at its peak ({self.peak_moment}), it has"
-                f" {node.device_bytes}: lower the batch or the sequence, use activation"
-                " checkpointing, or offload more"
+                f" {node.device_bytes}: lower the batch or the sequence,{again} or offload more"
             )
         if node.nvme_bytes is not None and self.nvme_bytes * node.gpus > node.nvme_bytes:
             found.append(

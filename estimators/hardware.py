@@ -69,6 +69,11 @@ def parse_gpu(text: str) -> Gpu:
         raise ValueError(
             f"{text!r} is neither a memory size such as 24GB nor a GPU: {known}"
         ) from None
+    if 0 < size < 1 << 20:
+        raise ValueError(
+            f"{text!r} is {size} bytes of GPU memory (a number without a unit is bytes: 24GB,"
+            " not 24)"
+        )
     return replace(_UNNAMED, name=f"{bytes_text(size)} GPU", memory_bytes=size)
 
 
@@ -132,6 +137,11 @@ def measured(bandwidths: Bandwidths, path: Path) -> Bandwidths:
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise type(error)(
+            f"the rates in {path} cannot be read: {error.strerror}; make the file with"
+            f" `tierzero-nvme-tune DIR --json {path}`"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict):

@@ -67,6 +67,13 @@ def test_rates_that_the_tuner_measured(tmp_path: Path) -> None:
         measured(bandwidths_of(None), file)
 
 
+def test_what_is_wrong_with_an_answer_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'24' is 24 bytes of GPU memory .*24GB, not 24"):
+        parse_gpu("24")
+    with pytest.raises(FileNotFoundError, match=r"rates in .* cannot be read: No such file"):
+        measured(bandwidths_of(None), tmp_path / "absent.json")
+
+
 def test_rates_that_are_written_down(tmp_path: Path) -> None:
     file = tmp_path / "rates.json"
     file.write_text('{"read_bytes_per_s": 2e9, "flops": 5e14}', encoding="utf-8")

@@ -310,8 +310,9 @@ class DurableRun:
         now = self._communicator.world_size
         then = {each["world_size"] for each in found} - {None}
         if then - {now}:
+            count = " or ".join(str(each) for each in sorted(then))
             raise DurableError(
-                f"the durable run {self.name!r} has {sorted(then)} ranks, and {now} are here; start"
+                f"the durable run {self.name!r} has {count} ranks, and {now} are here; start"
                 f" it with as many as it has. To go on with {now}, start it once more with those,"
                 f" {BY_CHECKPOINT}"
             )

@@ -65,8 +65,8 @@ def test_the_directory_of_a_rank_is_missed(found: dict) -> None:
 
 
 def test_another_world_size_is_refused_by_name(found: dict) -> None:
-    refused(found, "one rank", 1, "has [2] ranks, and 1 are here; start it with as many")
-    refused(found, "three ranks", 3, "has [2] ranks, and 3 are here")
+    refused(found, "one rank", 1, "has 2 ranks, and 1 are here; start it with as many")
+    refused(found, "three ranks", 3, "has 2 ranks, and 3 are here")
 
 
 def test_a_name_in_use_on_one_rank_is_refused_on_all(found: dict) -> None:
