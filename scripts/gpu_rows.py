@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from estimators import StateFormat, Tier
+from estimators import PREFETCH_LIMIT, AheadLimit, StateFormat, Tier
 from estimators.activations import Batch
 from estimators.estimate import estimate
 from estimators.inputs import Node, PlanInputs
@@ -82,7 +82,9 @@ class Sizes:
         }
 
 
-def planned_device_bytes(row: Row, sizes: Sizes) -> int:
+def planned_device_bytes(
+    row: Row, sizes: Sizes, prefetch_limit: AheadLimit = PREFETCH_LIMIT
+) -> int:
     """Return the device peak that the planner expects of a row."""
     model = model_of_config(sizes.config)
     if sizes.fuses_norms:
@@ -97,6 +99,7 @@ def planned_device_bytes(row: Row, sizes: Sizes) -> int:
         optimizer_tier=_TIERS[row.optimizer],
         state_format=StateFormat(row.state_format),
         device_budget_bytes=None if isinstance(device, str) else device,
+        prefetch_limit=prefetch_limit,
         built_on_meta=False,
     )
     return estimate(inputs).tensor_bytes
