@@ -264,9 +264,10 @@ def main() -> None:
     )
     zero.init_distributed()  # under torchrun it chooses the GPU as well
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    for name in ("host_memory", "device_memory"):
-        if isinstance(value := getattr(row, name), int):
-            row = replace(row, **{name: value * ranks})
+    if isinstance(row.host_memory, int):
+        row = replace(row, host_memory=row.host_memory * ranks)
+    if isinstance(row.device_memory, int):
+        row = replace(row, device_memory=row.device_memory * ranks)
     options.out.mkdir(parents=True, exist_ok=True)
     outcome = measure(options, row, sizes)
     name = options.row

@@ -14,7 +14,7 @@ from typing import Any
 
 from step_bench_limit import BURST_BYTES, IN_FLIGHT_BYTES, run
 
-from aio_ops import Engine, HostArena, Span, TransferFile, open_engine
+from aio_ops import Engine, HostArena, Span, Ticket, TransferFile, open_engine
 
 TRANSFER_BYTES = (4 << 20, 16 << 20)
 
@@ -74,7 +74,7 @@ def one_way(engine: Engine, file: TransferFile, spans: list[Span], *, writes: bo
     size = spans[0].size_bytes
     verb = engine.submit_write if writes else engine.submit_read
     begin = time.perf_counter()
-    under_way = []
+    under_way: list[Ticket] = []
     for index in range(file.size_bytes // size):
         if len(under_way) >= len(spans):
             under_way.pop(0).wait()

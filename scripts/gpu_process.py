@@ -28,7 +28,7 @@ class MemoryWatch:
         """Return the most that was resident, of all phases or of those after one."""
         names = [each["phase"] for each in self.phases]
         start = names.index(after) + 1 if after else 0
-        return max(each["VmHWM"] for each in self.phases[start:])
+        return max(int(each["VmHWM"]) for each in self.phases[start:])
 
 
 def resident() -> dict[str, int]:

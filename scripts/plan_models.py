@@ -333,7 +333,7 @@ def initialise(module: nn.Module) -> None:
         if parameter.dim() > 1:
             drawn = torch.randn(min(parameter.numel(), _DRAWN)) * 0.02
             with torch.no_grad():
-                for piece in parameter.view(-1).split(_DRAWN):
+                for piece in torch.split(parameter.view(-1), _DRAWN):
                     piece.copy_(drawn[: piece.numel()])
         else:
             nn.init.constant_(parameter, 0.0 if "bias" in name else 1.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -104,7 +105,7 @@ class MachineRates:
         """Look again."""
         for size in MATRIX[self._device]:
             left = torch.randn(size, size, dtype=self._dtype, device=self._device)
-            self._note("flops", 2.0 * size**3, lambda left=left: left @ left)
+            self._note("flops", 2.0 * size**3, functools.partial(torch.matmul, left, left))
         other = torch.empty_like(self._block, device="cpu")
         size_bytes = self._block.numel()
         self._note("host", 2.0 * size_bytes, lambda: other.copy_(self._block))
