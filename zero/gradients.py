@@ -4,7 +4,8 @@
 scratch of its segment. When the unit's backward or the whole one ends, the scratch is reduce-
 scattered over the ranks, averaged, added to what the window has accumulated, and the squared norms
 of the sum are taken over this rank's pieces. So a norm never depends on tiers, slots or sub-groups.
-Where nothing moves, the tensors that autograd made are kept instead, see `zero/kept.py`.
+Where nothing moves, the tensors that autograd made are kept instead, see `zero/kept.py`. There it
+adds what nested backwards deliver of a parameter one by one, so one rank does so here as well.
 
 [Note: missing gradients] Ranks may use different parts of a unit: experts, branches, layers that a
 batch skips. So several ranks reduce at the ends alone, where they first tell each other which
@@ -151,11 +152,15 @@ class GradientReducer:
         gradient = take_gradient(parameter)
         if gradient is None:
             return
+        is_again = position in self._arrived.get(segment.index, ())  # by a nested backward
+        if is_again and self._communicator.world_size == 1:
+            self._reduce(segment)  # see [Note: gradient path]
+            is_again = False
         scratch = self._scratch_of(segment)
         arrived = self._arrived[segment.index]
         offset, numel = segment.layout.offsets[position], segment.layout.numels[position]
         target = scratch[offset : offset + numel].view(gradient.shape)
-        if position in arrived:  # a nested backward delivers a reused parameter once each
+        if is_again:
             target.add_(gradient.detach())
         else:
             target.copy_(gradient.detach())

@@ -126,8 +126,6 @@ def train_late(path: str, rank: int, world_size: int, seed: int) -> dict[str, An
         mock.patch.object(zero.comm, "LARGE_GATHER_BYTES", large_bytes),
         warnings.catch_warnings(),
     ):
-        # A layer that is used twice holds its gradient while others come and leave the device.
-        warnings.filterwarnings("ignore", "the first step took .* gradients unsharded")
         found = train(config, rank, io_engine=engine)
     found["seen"] = {
         **{what: delays.counts[what] for what in KINDS},

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 import zero
 from offload import PagerFailedError
@@ -407,6 +408,37 @@ def test_unused_parameters_do_not_hold_gradients_back(scratch: Path) -> None:
     run(engine, range(1))
     assert 0 < peak <= engine.plan.memory.gradient_scratch_bytes
     engine.destroy()
+
+
+def test_a_layer_used_twice_in_nested_backwards_adds_up_alike_on_every_tier(scratch: Path) -> None:
+    """Also where parameters rest in place and gradients do not, and one of a block gets none.
+
+    Such a block waited for its second use: acc + (u + v) in the shard, where autograd makes
+    (acc + u) + v.
+    """
+
+    class Twice(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inp(x)
+            for block in (*self.h, *self.h):
+                y = checkpoint(block, y, use_reentrant=True)
+            return self.out(y)
+
+    found = []
+    for tier, budget in (("none", "1GB"), ("nvme", "20KB"), ("nvme", "40KB"), ("nvme", "50KB")):
+        norms = []
+        torch.manual_seed(11)
+        model = Twice()
+        for block in model.h:
+            block.unused = nn.Parameter(torch.zeros(1))
+        engine = make_engine(model, tier, scratch, accumulation=3, host_memory=budget)
+        for step in range(9):
+            engine.backward(loss_of(engine, step))
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+        found.append(norms)
+        engine.destroy()
+    assert found == [found[0]] * 4
 
 
 def test_a_graph_that_is_not_used_is_freed(scratch: Path) -> None:
