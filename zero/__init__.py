@@ -9,13 +9,18 @@ from zero.checkpoint.convert import (
     load_state_dict_from_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from zero.checkpoint.surface import ResumeWarning
 from zero.comm import RankError, init_distributed
 from zero.compatibility import initialize
 from zero.config import ZeroConfig, load_config
 from zero.durable import DurableError
 from zero.engine import ZeroEngine
-from zero.errors import CheckpointError, ConfigError, PlanError, ShardedAccessError
+from zero.errors import (
+    CheckpointError,
+    ConfigError,
+    PlanError,
+    ResumeWarning,
+    ShardedAccessError,
+)
 from zero.external import register_external_parameter, unregister_external_parameter
 from zero.fragments import (
     ParameterState,

@@ -19,4 +19,15 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be written, or cannot be read as a whole; says which and why."""
 
 
-__all__ = ["CheckpointError", "ConfigError", "PlanError", "RunStateError", "ShardedAccessError"]
+class ResumeWarning(UserWarning):
+    """What differs between the run that was saved and the one that resumes."""
+
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "PlanError",
+    "ResumeWarning",
+    "RunStateError",
+    "ShardedAccessError",
+]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import shutil
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ import torch
 from zero.checkpoint.directory import sync_folder
 from zero.checkpoint.inspection import locate
 from zero.checkpoint.save import agree
-from zero.errors import CheckpointError, RunStateError
+from zero.errors import CheckpointError
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine
@@ -117,6 +117,7 @@ def load_dcp(
         RankError: naming ranks that did not join.
     """
     from zero.checkpoint.dcp_import import DcpLoading
+    from zero.checkpoint.peers import load_peer
     from zero.checkpoint.surface import come_to_rest, wait_for_checkpoint
 
     path = Path(folder)
@@ -125,29 +126,8 @@ def load_dcp(
     engine._runtime.store.suspended = None
     come_to_rest(engine)
     communicator.join(f"loading {path}")
-    problem: Exception | None = None
-    loading: DcpLoading | None = None
-    try:
-        loading = DcpLoading(engine, path, strict=strict, states=optimizer_states)
-    except (CheckpointError, RunStateError, OSError) as error:
-        problem = error
-    agree(communicator, problem, "open the checkpoint")
-    if loading is None:
-        raise RuntimeError("no rank failed, and there is nothing to load")
-    _, notes = loading.run()
-    engine._runtime.store.heap.trim()
-    engine.resume_report = tuple(notes)
-    if notes and engine.global_rank == 0:
-        text = "\n".join(f"- {note}" for note in notes)
-        warnings.warn(
-            f"{path} was loaded into a run that differs:\n{text}", _warning(), stacklevel=2
-        )
-
-
-def _warning() -> type[Warning]:
-    from zero.checkpoint.surface import ResumeWarning
-
-    return ResumeWarning
+    opening = functools.partial(DcpLoading, engine, path, strict=strict, states=optimizer_states)
+    load_peer(engine, path, opening, stacklevel=3)
 
 
 def _require_free(target: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from collections.abc import Mapping
@@ -43,9 +44,10 @@ from zero.checkpoint.manifest import (
     names_of,
     read_manifest,
 )
+from zero.checkpoint.peers import load_peer
 from zero.checkpoint.save import Save, SaveRequest, agree, helper_count, open_disk_engine
 from zero.checkpoint.whole_states import WholeStates
-from zero.errors import CheckpointError, RunStateError
+from zero.errors import CheckpointError, ResumeWarning, RunStateError
 from zero.integrity import adopt_replaced
 from zero.optimizer import UpdateGroup, update_groups
 from zero.parameter import reference_of
@@ -56,10 +58,6 @@ from zero.units import ManagedParameter
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine
-
-
-class ResumeWarning(UserWarning):
-    """What differs between the run that was saved and the one that resumes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +130,9 @@ def load_checkpoint(engine: ZeroEngine, request: LoadRequest) -> tuple[Path, Any
     problem: Exception | None = None
     peer = find_peer(request.folder, request.tag)
     if peer is not None:
-        return _load_peer(engine, request, peer)
+        states = request.states and not request.module_only
+        opening = functools.partial(PeerLoading, engine, peer, strict=request.strict, states=states)
+        return peer, load_peer(engine, peer, opening, stacklevel=4)
     loading: _Loading | None = None
     try:
         loading = _Loading.open(engine, request)
@@ -143,29 +143,6 @@ def load_checkpoint(engine: ZeroEngine, request: LoadRequest) -> tuple[Path, Any
         return None
     with loading.files:
         return loading.path, loading.run()
-
-
-def _load_peer(engine: ZeroEngine, request: LoadRequest, path: Path) -> tuple[Path, Any]:
-    """Load a checkpoint that DeepSpeed wrote."""
-    problem: Exception | None = None
-    loading: PeerLoading | None = None
-    states = request.states and not request.module_only
-    try:
-        loading = PeerLoading(engine, path, strict=request.strict, states=states)
-    except (CheckpointError, RunStateError, OSError) as error:
-        problem = error
-    agree(engine._runtime.communicator, problem, "open the checkpoint")
-    if loading is None:
-        raise RuntimeError("no rank failed, and there is nothing to load")
-    client, notes = loading.run()
-    engine._runtime.store.heap.trim()
-    engine.resume_report = tuple(notes)
-    if notes and engine.global_rank == 0:
-        text = "\n".join(f"- {note}" for note in notes)
-        warnings.warn(
-            f"{path} was loaded into a run that differs:\n{text}", ResumeWarning, stacklevel=4
-        )
-    return path, client
 
 
 class _Loading:
