@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,35 +20,24 @@ from tests.support.fork_ranks import on_ranks
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.tiny import make_batch, make_model
 from zero.errors import ConfigError, PlanError
+from zero.lamb import Lamb
+from zero.whole import needs_whole_tensors
 
 pytestmark = pytest.mark.nvme
 
 CLIP = 0.5
 STEPS = 4
+LAMB = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-4, "weight_decay": 0.01}
 
 
-class Lamb(optim.Optimizer):
-    """Adam's step, as long as the parameter says."""
-
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
-                state["step"] += 1
-                state["m"].lerp_(p.grad, 1 - first)
-                state["v"].lerp_(p.grad.square(), 1 - second)
-                move = state["m"] / (state["v"].sqrt() + 1e-4) + group["weight_decay"] * p
-                trust = p.norm() / move.norm().clamp(min=1e-8) if p.norm() > 0 else 1.0
-                p.sub_(group["lr"] * trust * move)
+@contextlib.contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Declared(optim.Optimizer):
@@ -84,7 +74,7 @@ def filled(model: nn.Module) -> list[nn.Parameter]:
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
     "adafactor": lambda m: optim.Adafactor(filled(m), lr=1e-2, weight_decay=0.01, eps=(1e-4, 1e-3)),
-    "lamb": lambda m: Lamb(filled(m)),
+    "lamb": lambda m: Lamb(filled(m), **LAMB),
     "declared": lambda m: Declared(filled(m)),
     "muon": lambda m: optim.Muon(matrices(m), lr=1e-3),
 }
@@ -349,3 +339,92 @@ def test_muon_by_name_is_muon_and_adamw(scratch: Path) -> None:
     assert engine.optimizer.fused.records.paged_bytes > 0
     assert far_from(engine, [each.detach() for each in twin.parameters()]) == 0.0
     engine.destroy()
+
+
+def lamb_in_fp64(model: nn.Module, options: dict[str, Any]) -> tuple[list[torch.Tensor], set[str]]:
+    """Return what LAMB makes of a model, by its formula, and at which bounds its ratios were."""
+    masters = [each.detach().double() for each in model.parameters()]
+    moments = [(torch.zeros_like(each), torch.zeros_like(each)) for each in masters]
+    (beta1, beta2), seen = options["betas"], set()
+    for step in range(STEPS):
+        model(*make_batch(step)).backward()
+        factor = 1.0
+        if options.get("bias_correction", True):
+            factor = (1 - beta2 ** (step + 1)) ** 0.5 / (1 - beta1 ** (step + 1))
+        for i, p in enumerate(model.parameters()):
+            g, (m, v) = p.grad.double(), moments[i]
+            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+            moments[i] = m, v
+            inside = options.get("eps_inside_sqrt", False)
+            root = (v + options["eps"]).sqrt() if inside else v.sqrt() + options["eps"]
+            move = m / root + options["weight_decay"] * masters[i]
+            ratio = 1.0
+            if masters[i].norm() > 0 and move.norm() > 0:
+                ratio = float(masters[i].norm() / move.norm())
+                if ratio > options.get("max_coeff", 10.0):
+                    ratio = options.get("max_coeff", 10.0)
+                    seen.add("max")
+                if ratio < options.get("min_coeff", 0.01):
+                    ratio = options.get("min_coeff", 0.01)
+                    seen.add("min")
+            masters[i] = masters[i] - options["lr"] * factor * ratio * move
+            p.grad, p.data = None, masters[i].float()
+    return masters, seen
+
+
+@pytest.mark.parametrize(
+    ("more", "bounds"),
+    [
+        ({}, {"min"}),
+        ({"max_coeff": 0.5, "min_coeff": 0.08}, {"max", "min"}),
+        ({"bias_correction": False, "eps_inside_sqrt": True, "min_coeff": 0.0}, {"max"}),
+    ],
+)
+def test_lamb_by_name_is_its_formula(scratch: Path, more: dict[str, Any], bounds: set[str]) -> None:
+    options = config("nvme", scratch, host_memory=BUDGETS["lamb"][0], clip=0.0)
+    params = {**LAMB, "betas": [0.9, 0.99], "max_grad_norm": 0.0, **more}
+    options["optimizer"] = {"type": "lamb", "params": params}
+    engine = zero.initialize(model=make_model(), config=options)[0]
+    train(engine, 0, STEPS)
+    assert engine.optimizer.fused.records.paged_bytes > 0
+    wanted, seen = lamb_in_fp64(make_model(), {**LAMB, **more})
+    assert seen == bounds
+    assert far_from(engine, wanted) <= 1e-6
+    free, _ = lamb_in_fp64(make_model(), {**LAMB, **more, "max_coeff": 2e9, "min_coeff": 0.0})
+    assert far_from(engine, free) > 2e-5  # the bounds count
+    engine.destroy()
+    options["optimizer"]["params"] = {"lr": 1e-3, "max_coef": 1.0}
+    with pytest.raises(ConfigError, match=r'params.max_coef: unknown.*did you mean "max_coeff"'):
+        zero.initialize(model=make_model(), config=options)
+    options["optimizer"]["params"] = {"max_grad_norm": 1.0}
+    with pytest.raises(ConfigError, match=r'max_grad_norm: .*write "gradient_clipping"'):
+        zero.initialize(model=make_model(), config=options)
+
+
+def test_lamb_says_what_it_cannot_use() -> None:
+    given = [nn.Parameter(torch.ones(3))]
+    for options, words in (
+        ({"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff 2.0 is above max_coeff 1.0"),
+        ({"betas": (0.9, 1.0)}, "below 1 are needed"),
+        ({"lr": -1.0}, "a finite number of at least 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Lamb(given, **options)
+    with pytest.raises(TypeError, match=r"\['trust'\] cannot be used with Lamb; known are"):
+        Lamb(given, trust=1)
+    # A class of that name that says nothing is taken for it.
+    assert needs_whole_tensors(type("Lamb", (optim.SGD,), {})(given))
+    assert not needs_whole_tensors(optim.SGD(given))
+
+
+def test_threads_do_not_change_the_bits_of_lamb() -> None:
+    found = []
+    for threads in (1, 2):
+        given = nn.Parameter(torch.randn(300_001, generator=torch.Generator().manual_seed(1)))
+        optimizer = Lamb([given], **LAMB)
+        with on_threads(threads):
+            for scale in (1.0, 0.3):
+                given.grad = (given.detach() * scale).sin()
+                optimizer.step()
+        found.append(given.detach())
+    assert torch.equal(*found)
