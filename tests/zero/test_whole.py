@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,16 +27,6 @@ pytestmark = pytest.mark.nvme
 CLIP = 0.5
 STEPS = 4
 LAMB = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-4, "weight_decay": 0.01}
-
-
-@contextlib.contextmanager
-def on_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Declared(optim.Optimizer):
@@ -417,14 +406,12 @@ def test_lamb_says_what_it_cannot_use() -> None:
     assert not needs_whole_tensors(optim.SGD(given))
 
 
-def test_threads_do_not_change_the_bits_of_lamb() -> None:
-    found = []
-    for threads in (1, 2):
-        given = nn.Parameter(torch.randn(300_001, generator=torch.Generator().manual_seed(1)))
-        optimizer = Lamb([given], **LAMB)
-        with on_threads(threads):
-            for scale in (1.0, 0.3):
-                given.grad = (given.detach() * scale).sin()
-                optimizer.step()
-        found.append(given.detach())
-    assert torch.equal(*found)
+def test_the_norms_of_lamb_are_right_for_large_tensors() -> None:
+    """Torch's own, which add up in fp32, are not: here by 2e-5."""
+    start = torch.randn(1_000_001, generator=torch.Generator().manual_seed(1))
+    given = nn.Parameter(start.clone())
+    given.grad = start.sin()
+    Lamb([given], lr=1.0, bias_correction=False, betas=(0.0, 0.0), eps=0.0).step()
+    # The step is the sign of the gradient, so its norm is a root; its length is the parameter's.
+    wanted = start.double().norm() / start.numel() ** 0.5
+    assert float(((start - given.detach()).abs() / wanted - 1).abs().median()) < 1e-6
