@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import optim
+from torch import nn, optim
 
 import zero
 import zero.planning
