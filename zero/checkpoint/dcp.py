@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import secrets
 import shutil
 from pathlib import Path
@@ -38,9 +39,10 @@ def export_dcp(checkpoint: str | Path, folder: str | Path, tag: str | None = Non
     """
     from zero.checkpoint.dcp_export import CheckpointSections, write_dcp
 
-    target = Path(folder)
+    target = _path_of(folder, "export_dcp: the folder to write")
+    checkpoint = _path_of(checkpoint, "export_dcp: the checkpoint")
     _require_free(target)
-    with CheckpointSections(locate(Path(checkpoint), tag)) as source:
+    with CheckpointSections(locate(checkpoint, tag)) as source:
         pending = _make_pending(target, secrets.token_hex(8))
         try:
             write_dcp(source, pending)
@@ -63,7 +65,7 @@ def export_engine_dcp(engine: ZeroEngine, folder: str | Path) -> Path:
     """
     from zero.checkpoint.dcp_export import CheckpointSections, write_dcp
 
-    target = Path(folder)
+    target = _path_of(folder, "export_engine_dcp: the folder to write")
     communicator = engine._runtime.communicator
     communicator.join(f"exporting to {target}")
     problem: Exception | None = None
@@ -120,7 +122,7 @@ def load_dcp(
     from zero.checkpoint.peers import load_peer
     from zero.checkpoint.surface import come_to_rest, wait_for_checkpoint
 
-    path = Path(folder)
+    path = _path_of(folder, "load_dcp: the folder")
     communicator = engine._runtime.communicator
     wait_for_checkpoint(engine)
     engine._runtime.store.suspended = None
@@ -128,6 +130,14 @@ def load_dcp(
     communicator.join(f"loading {path}")
     opening = functools.partial(DcpLoading, engine, path, strict=strict, states=optimizer_states)
     load_peer(engine, path, opening, stacklevel=3)
+
+
+def _path_of(given: object, what: str) -> Path:
+    if not isinstance(given, str | os.PathLike):
+        raise CheckpointError(
+            f'{what} is {given!r}, a {type(given).__name__}; give a path, such as "runs/of-fsdp"'
+        )
+    return Path(given)
 
 
 def _require_free(target: Path) -> None:

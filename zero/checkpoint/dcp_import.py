@@ -230,7 +230,7 @@ class DcpLoading(PeerLoading):
                 aliases.setdefault(id(parameter), []).append(name)
         others = [name for name, _ in other_state(engine.module)]
         self._own = DcpCheckpoint(path, list(aliases.values()), others, names)
-        self.peer = self._own  # type: ignore[assignment]  # it answers what is asked of it
+        self.peer = self._own
         self._names = self._match(strict=strict)
         check_buffers(engine.module, self._own.buffers, strict=strict)
         self._check_states(strict=strict)

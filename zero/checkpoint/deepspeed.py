@@ -17,6 +17,7 @@ from offload import Field, has_field
 from offload.groups import write_group
 from zero.buffers import check_buffers, restore_buffers
 from zero.checkpoint.deepspeed_files import EXP_AVG, EXP_AVG_SQ, WEIGHT, PeerCheckpoint
+from zero.checkpoint.peer_source import PeerSource
 from zero.errors import CheckpointError
 from zero.optimizer import UpdateGroup, ZeroOptimizer, update_groups
 from zero.parameter import reference_of
@@ -45,9 +46,10 @@ class PeerLoading:
         self._states = states
         if states:
             _require_moments(engine.optimizer, path)
-        self.peer = PeerCheckpoint(path)
+        self._files = PeerCheckpoint(path)
+        self.peer: PeerSource = self._files
         self._names = self._match(strict=strict)
-        check_buffers(engine.module, self._buffers(), strict=strict)
+        check_buffers(engine.module, self.peer.buffers, strict=strict)
         self._last: tuple[str, dict[str, torch.Tensor]] | None = None
 
     def run(self) -> tuple[dict[str, Any], list[str]]:
@@ -66,7 +68,7 @@ class PeerLoading:
             for segment in engine._runtime.segments:
                 segment.forget_values()
                 gather_values(segment, store.ledger)
-            restore_buffers(engine.module, self._buffers())
+            restore_buffers(engine.module, self.peer.buffers)
             self._restore_counters()
             if self._states:
                 notes = self._restore_groups()
@@ -122,10 +124,10 @@ class PeerLoading:
         """Read a section; moments that were not saved are zero."""
         if name in self.peer.frozen_shapes:
             if section == WEIGHT:
-                return self.peer.read_frozen(name).float()
+                return self._files.read_frozen(name).float()
             return torch.zeros(torch.Size(self.peer.frozen_shapes[name]).numel())
-        if self.peer.has(name, section):
-            return self.peer.read(name, section)
+        if self._files.has(name, section):
+            return self._files.read(name, section)
         if section == WEIGHT:
             raise CheckpointError(f"{self.peer.path} has no weights of {name}")
         return torch.zeros(torch.Size(self.peer.shapes[name]).numel())
@@ -159,9 +161,6 @@ class PeerLoading:
                 " loads what is there"
             )
         return found
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        return self.peer.buffers
 
     # What is not in shards
 

@@ -336,6 +336,12 @@ def test_what_cannot_be_used_is_refused_and_nothing_changes(
             quietly_load(engine, scratch / name, **options)
         assert state_digest(engine) == digest
 
+    with pytest.raises(
+        zero.CheckpointError, match="load_dcp: the folder is None, a NoneType; give"
+    ):
+        load_dcp(engine, None)  # type: ignore[arg-type]
+    with pytest.raises(zero.CheckpointError, match="export_dcp: the checkpoint is 3, a int; give"):
+        export_dcp(3, scratch / "nowhere")  # type: ignore[arg-type]
     (scratch / "empty").mkdir()
     refused("empty", "has no .metadata")
     save_plain(scratch / "shape", **{"norm.weight": torch.ones(3)})
