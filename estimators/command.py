@@ -59,19 +59,23 @@ def _parser(stage: int) -> argparse.ArgumentParser:
     )
     model = made.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="NAME_OR_CONFIG", help="see below")
-    model.add_argument("--params", type=_count, metavar="N", help="all parameters: 7e9, 7B")
+    model.add_argument("--params", type=count_option, metavar="N", help="all parameters: 7e9, 7B")
     if stage == 3:
         made.add_argument(
-            "--largest-layer", type=_count, metavar="N", help="parameters of the largest layer"
+            "--largest-layer",
+            type=count_option,
+            metavar="N",
+            help="parameters of the largest layer",
         )
-    made.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of a node")
-    made.add_argument("--nodes", type=int, default=1, metavar="N")
+    made.add_argument("--gpus", type=count_option, default=1, metavar="N", help="GPUs of a node")
+    made.add_argument("--nodes", type=count_option, default=1, metavar="N")
     made.add_argument("--buffer-factor", type=float, default=1.5, metavar="F")
     made.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return made
 
 
-def _count(text: str) -> int:
+def count_option(text: str) -> int:
+    """Return a count of a command line, written as `4`, `7e9` or `7B`; for `argparse`."""
     try:
         return parse_count(text)
     except ValueError as error:

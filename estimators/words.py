@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from decimal import Decimal
 
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]*\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*$", re.IGNORECASE)
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
@@ -21,7 +23,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         ValueError: if it is none of these.
     """
-    return _parse(text, _BYTES, "a size such as 24GB or 64GiB")
+    return round(_parse(text, _BYTES, "a size such as 24GB or 64GiB"))
 
 
 def parse_count(text: str) -> int:
@@ -30,18 +32,21 @@ def parse_count(text: str) -> int:
     Raises:
         ValueError: if it is none of these.
     """
-    return _parse(text, _COUNTS, "a count such as 7e9, 7B or 131M")
+    number = _parse(text, _COUNTS, "a count such as 7e9, 7B or 131M")
+    if number != int(number):
+        raise ValueError(f"{text!r} is not a whole number; {math.ceil(number)} is the next one")
+    return int(number)
 
 
-def _parse(text: str, units: dict[str, int], wanted: str) -> int:
+def _parse(text: str, units: dict[str, int], wanted: str) -> Decimal:
     match = _NUMBER.match(text)
     factor = units.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise ValueError(f"{text!r} is not {wanted}")
-    number = float(match[1].replace("_", "")) * factor
-    if number > _MOST:
+    number = Decimal(match[1].replace("_", ""))
+    if number > _MOST or number * factor > _MOST:
         raise ValueError(f"{text!r} is more than anything has")
-    return round(number)
+    return number * factor
 
 
 def bytes_text(size_bytes: float) -> str:

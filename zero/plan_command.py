@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from estimators import PlanError, Tier
+from estimators.command import count_option
 from estimators.estimate import estimate
 from estimators.fit import (
     EXACT_FORMATS,
@@ -80,12 +81,12 @@ def _add_common(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("model", metavar="MODEL")
     add("--gpu", metavar="NAME|SIZE", help="rtx4090, h100, 24GB ...; cpu computes on the CPU")
-    add("--gpus", type=int, default=1, metavar="N", help="GPUs of a node")
-    add("--nodes", type=int, default=1, metavar="N")
+    add("--gpus", type=count_option, default=1, metavar="N", help="GPUs of a node")
+    add("--nodes", type=count_option, default=1, metavar="N")
     add("--host", metavar="SIZE", help="memory of a node; this machine's where left out")
     add("--nvme", metavar="SIZE", help="room for swap files on a node's drives")
-    add("--seq", type=int, default=4096, metavar="N", help="tokens of a sample")
-    add("--batch", type=int, metavar="N", help="samples of a micro-batch of a rank")
+    add("--seq", type=count_option, default=4096, metavar="N", help="tokens of a sample")
+    add("--batch", type=count_option, metavar="N", help="samples of a micro-batch of a rank")
     add("--dtype", choices=sorted(ELEMENTS), help="type of the parameters; bf16 where left out")
     add("--measured", metavar="FILE", help="rates: JSON of `tierzero-nvme-tune --json FILE`")
     add("--nvme-read", metavar="SIZE", help="bytes a second that the drives read")
@@ -98,7 +99,7 @@ def _add_common(command: argparse.ArgumentParser) -> None:
 def _add_plan(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--config", metavar="FILE", help="ZeRO configuration; options come before it")
-    add("--accumulation", type=int, metavar="N", help="micro-batches of a step")
+    add("--accumulation", type=count_option, metavar="N", help="micro-batches of a step")
     add("--offload-param", choices=sorted(TIERS))
     add("--offload-optimizer", choices=sorted(TIERS))
     add("--format", choices=sorted(FORMATS), help="how optimizer state is stored")
@@ -109,7 +110,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
 
 def _add_fit(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--train-batch-size", type=int, metavar="N", help="samples of a step of all ranks")
+    add("--train-batch-size", type=count_option, metavar="N", help="samples of a step of all ranks")
     add("--lossy", action="store_true", help="also formats that do not keep every bit")
     add("--write", type=Path, metavar="FILE", help="write the fastest one's configuration")
     add("--nvme-path", default="/tmp", metavar="DIR", help="directory for it")

@@ -27,9 +27,15 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 
 def test_counts_and_what_people_read() -> None:
-    assert [parse_count(each) for each in ("7e9", "7B", "131M", "12")] == [
-        7 * 10**9, 7 * 10**9, 131 * 10**6, 12,
+    assert [parse_count(each) for each in ("7e9", "7B", "131M", "12", "1.1B", "1.5e1")] == [
+        7 * 10**9, 7 * 10**9, 131 * 10**6, 12, 1_100_000_000, 15,
     ]  # fmt: skip
+    for text in ("1.5", "7e-1", "1.00001k"):
+        with pytest.raises(ValueError, match=f"'{text}' is not a whole number; [0-9]+ is the next"):
+            parse_count(text)
+    for text in ("1e31", "1e999999999"):
+        with pytest.raises(ValueError, match="more than anything has"):
+            parse_count(text)
     assert [bytes_text(each) for each in (12, 1500, 24e9, 1e12)] == [
         "12 B", "1.5 kB", "24 GB", "1 TB",
     ]  # fmt: skip

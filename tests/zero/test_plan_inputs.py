@@ -136,7 +136,7 @@ def test_options_come_before_the_configuration(tmp_path: Path) -> None:
     assert found.slot_count == 4
     assert found.node.bandwidths.drive == DriveRates(5e9, 4e9, "given")
     changed = inputs_of(
-        config, shape, tmp_path, "--batch", "7", "--accumulation", "3", "--dtype", "fp32",
+        config, shape, tmp_path, "--batch", "7e0", "--accumulation", "3", "--dtype", "fp32",
         "--offload-param", "nvme", "--format", "fp32", "--nvme", "9TB", "--nvme-read", "7GB",
         "--seq", "33", "--checkpointing", "--attention", "eager",
     )  # fmt: skip
@@ -148,6 +148,17 @@ def test_options_come_before_the_configuration(tmp_path: Path) -> None:
     assert changed.node.bandwidths.drive == DriveRates(7e9, 7e9, "given")
     assert (changed.batch.sequence, changed.batch.checkpointing) == (33, True)
     assert changed.batch.attention.value == "eager"
+
+
+@pytest.mark.parametrize("name", ["--batch", "--seq", "--accumulation", "--gpus", "--nodes"])
+def test_counts_are_whole_numbers_however_they_are_written(name: str, capsys: Any) -> None:
+    given = vars(options("gpt2", name, "1e9"))[name.removeprefix("--")]
+    assert given == 10**9
+    assert type(given) is int
+    with pytest.raises(SystemExit):
+        options("gpt2", name, "1.5")
+    said = capsys.readouterr().err
+    assert f"argument {name}: '1.5' is not a whole number; 2 is the next one" in said
 
 
 def test_a_budget_that_is_auto_follows_from_the_node_s_memory(tmp_path: Path) -> None:
