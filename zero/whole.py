@@ -185,6 +185,8 @@ class WholeOptimizer:
         Raises:
             ValueError: naming what cannot be cut.
         """
+        if key not in self._planned:  # no elements are left
+            return {}
         return recut_state(self._worker, state, Recut(name, *shapes, self._planned[key]))
 
     @property

@@ -297,5 +297,8 @@ def test_state_that_cannot_be_cut_is_refused_unless_its_optimizer_says_how(tmp_p
         assert torch.equal(weight, before)
         train(engine, 1, 2)
         found.append(weight.detach().clone())
+        for shape in ((0, 16), (33, 16)):  # without elements there is no state
+            zero.resize_parameter(engine, weight, shape)
+        assert zero.safe_get_full_optimizer_state(weight, "rows") is None
         engine.destroy()
     assert torch.equal(*found)  # nothing had changed, or all is as it was

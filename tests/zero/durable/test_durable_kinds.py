@@ -16,6 +16,7 @@ KINDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "lion": ("nvme", {"optimizer": {"type": "Lion", "params": {"lr": 1e-2}}}),
     "sgd": ("device", {"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}}),
     "adafactor": ("nvme", {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}}),
+    "lamb": ("nvme", {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}),
     "muon": ("device", {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}),
     "stage 0": ("device", {"zero_optimization": {"stage": 0}}),
     "stage 2": ("master on host", {"zero_optimization": {"stage": 2}}),
