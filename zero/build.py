@@ -73,7 +73,8 @@ def build_runtime(
                 limits,
                 communicator,
             ),
-            blueprint.optimizer.fused.states if blueprint.optimizer is not None else MOMENTS,
+            update.states if update is not None else MOMENTS,
+            update,
         )
         if durable is not None:
             store.is_restored = durable.resume(store)

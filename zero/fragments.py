@@ -15,11 +15,9 @@ from torch import nn
 
 from offload import Field, ShardReader
 from zero.errors import ShardedAccessError
+from zero.named_states import find_state
 from zero.parameter import reference_of
 from zero.source import ShardSource, StoreSource
-
-_STATES = {"exp_avg": Field.EXP_AVG, "exp_avg_sq": Field.EXP_AVG_SQ, "fp32_param": Field.MASTER}
-"""Names that are always known; an optimizer without a kernel has its own beside them."""
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -36,14 +34,16 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return "exp_avg", "exp_avg_sq" or "fp32_param" of a parameter, or None; a collective.
+    """Return "fp32_param" of a parameter, or a state by its name in torch, or None; a collective.
 
-    An optimizer without a kernel has the names that it gives its tensors in torch.
+    What an optimizer of whole tensors keeps has the shape that it gave it; a number is a tensor of
+    one element. None of it is there before the first step.
 
     Raises:
         KeyError: naming the states that there are.
     """
-    return _get_full(param, _state(param, optim_state_key))
+    found = find_state(_source(param), optim_state_key)
+    return _get_full(param, found) if isinstance(found, Field) else found.get_full()
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -59,12 +59,18 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_set_full_optimizer_state(
     param: nn.Parameter, value: torch.Tensor, optim_state_key: str
 ) -> None:
-    """Set "exp_avg", "exp_avg_sq" or "fp32_param" of a parameter; a collective.
+    """Set "fp32_param" of a parameter, or a state by its name in torch; a collective.
 
     Raises:
         KeyError: naming the states that there are.
+        ShardedAccessError: if the parameter has none, or none yet.
+        ValueError: if the shape is another.
     """
-    _set_full(param, _state(param, optim_state_key), value)
+    found = find_state(_source(param), optim_state_key)
+    if isinstance(found, Field):
+        _set_full(param, found, value)
+    else:
+        found.set_full(value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -80,8 +86,12 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 def safe_get_local_optimizer_state(
     param: nn.Parameter, optim_state_key: str
 ) -> torch.Tensor | None:
-    """Return this rank's piece of a state, flat, or None."""
-    return _get_local(param, _state(param, optim_state_key))
+    """Return this rank's piece of a state, flat, or None.
+
+    What an optimizer of whole tensors keeps is the piece of the owner, and of nobody else.
+    """
+    found = find_state(_source(param), optim_state_key)
+    return _get_local(param, found) if isinstance(found, Field) else found.get_local()
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -98,7 +108,11 @@ def safe_set_local_optimizer_state(
     param: nn.Parameter, value: torch.Tensor, optim_state_key: str
 ) -> None:
     """Set this rank's piece of a state."""
-    _set_local(param, _state(param, optim_state_key), value)
+    found = find_state(_source(param), optim_state_key)
+    if isinstance(found, Field):
+        _set_local(param, found, value)
+    else:
+        found.set_local(value)
 
 
 def safe_update_full_grad_vectorized(
@@ -173,15 +187,6 @@ def iterate_states(model: nn.Module) -> Iterator[ParameterState]:
                 states.get("exp_avg_sq"),
                 states,
             )
-
-
-def _state(param: nn.Parameter, key: str) -> Field:
-    source = _source(param)
-    own = source.runtime.states if isinstance(source, StoreSource) else {}
-    known = {**_STATES, **own}
-    if key not in known:
-        raise KeyError(f"optimizer state {key!r} is not kept; there are {sorted(known)}")
-    return known[key]
 
 
 def _source(param: nn.Parameter) -> ShardSource:

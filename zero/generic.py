@@ -47,6 +47,8 @@ class GenericOptimizer:
         self.name = type(optimizer).__name__
         self._worker = bare_copy(optimizer)
         self._since: list[Since] = []
+        self.beside: list[tuple[str, ...]] = []
+        """By index of the group: names of the numbers that are carried beside the tensors."""
         self.names: list[str] = []
         self.defaults = dict(optimizer.defaults)
         self.carried: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
@@ -72,7 +74,8 @@ class GenericOptimizer:
         Raises:
             ConfigError: if there is no room for it, or it is not element-wise.
         """
-        since = [_find_state(self._worker, group) for group in groups[len(self._since) :]]
+        found = [_find_state(self._worker, group) for group in groups[len(self._since) :]]
+        since = [each for each, _ in found]
         names = list(dict.fromkeys([*self.names, *(name for each in since for name in each)]))
         if len(names) > len(EXTRA_FIELDS):
             raise ConfigError(
@@ -80,6 +83,7 @@ class GenericOptimizer:
                 f" there is room for {len(EXTRA_FIELDS)}; {_WAY_OUT}"
             )
         self._since += since
+        self.beside += [beside for _, beside in found]
         self.names = names
 
     def scalars(
@@ -182,8 +186,11 @@ def refuse_side_effects(
         )
 
 
-def _find_state(worker: torch.optim.Optimizer, given: Group) -> Since:
+def _find_state(worker: torch.optim.Optimizer, given: Group) -> tuple[Since, tuple[str, ...]]:
     """Find what the optimizer keeps of each element, and that elements do not see each other.
+
+    Returns:
+        The tensors and the steps that make them, and names of the numbers beside them.
 
     Raises:
         ConfigError: if it is not element-wise, or keeps what cannot be stored.
@@ -195,7 +202,7 @@ def _find_state(worker: torch.optim.Optimizer, given: Group) -> Since:
     gradients = [torch.randn(_TRIAL_SHAPE, generator=generator) for _ in range(_TRIAL_STEPS)]
     flat, slices = [each.flatten() for each in gradients], (slice(0, 24), slice(24, None))
     try:
-        whole, found = _trial(worker, group, start, gradients)
+        whole, found, beside = _trial(worker, group, start, gradients)
         parts = [
             _trial(worker, group, start.flatten()[part], [each[part] for each in flat])[0]
             for part in slices
@@ -212,7 +219,7 @@ def _find_state(worker: torch.optim.Optimizer, given: Group) -> Since:
             f" other elements of the tensor, and a rank has only a slice of it; {_WAY_OUT}, or say"
             " needs_whole_tensors = True in its class"
         )
-    return found
+    return found, beside
 
 
 _WAY_OUT = (
@@ -223,8 +230,11 @@ _WAY_OUT = (
 
 def _trial(
     worker: torch.optim.Optimizer, group: Group, start: Tensor, gradients: Sequence[Tensor]
-) -> tuple[Tensor, dict[str, int]]:
-    """Run a few steps on a tensor; return it, and the state of its shape with its first step."""
+) -> tuple[Tensor, dict[str, int], tuple[str, ...]]:
+    """Run a few steps on a tensor; return it, the state of its shape with its first step, others.
+
+    The others are the names of what has one element.
+    """
     master = start.clone()
     state: dict[str, Any] = {}
     found: dict[str, int] = {}
@@ -245,4 +255,12 @@ def _trial(
             if value.dtype is not torch.float32:
                 raise TypeError(f"its state {key!r} is {value.dtype}; torch.float32 can be stored")
             found.setdefault(key, step)
-    return master, found
+    numbers = [key for key, value in state.items() if is_number(value) and key not in found]
+    return master, found, tuple(numbers)
+
+
+def is_number(value: object) -> bool:
+    """Tell whether a value of a state can be read as a tensor of one element."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, bool | int | float)

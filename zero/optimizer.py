@@ -15,6 +15,7 @@ from zero.config.names import GENERIC_OPTIMIZERS as GENERIC_NAMES
 from zero.config.names import WHOLE_OPTIMIZERS as WHOLE_NAMES
 from zero.errors import ConfigError
 from zero.generic import GenericOptimizer
+from zero.lamb import Lamb
 from zero.muon import make_muon
 from zero.settings import NamedFactory
 from zero.units import ManagedParameter
@@ -246,10 +247,9 @@ def _object_of(
 
 
 def _torch_optimizer(named: NamedFactory, groups: list[Any]) -> torch.optim.Optimizer:
+    kind = Lamb if named.type_name == "Lamb" else getattr(torch.optim, named.type_name)
     try:
-        made: torch.optim.Optimizer = getattr(torch.optim, named.type_name)(
-            groups, **dict(named.parameters)
-        )
+        made: torch.optim.Optimizer = kind(groups, **dict(named.parameters))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params of {named.type_name}: {error}") from error
     return made

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from offload import Field, Kernels, Store
 from zero.comm import Communicator
 from zero.gradients import GradientReducer
 from zero.schedule import UnitScheduler
 from zero.unit import Segment, Unit
+
+if TYPE_CHECKING:
+    from zero.generic import GenericOptimizer
+    from zero.update_rules import FusedOptimizer
+    from zero.whole import WholeOptimizer
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -25,6 +31,8 @@ class Runtime:
     scheduler: UnitScheduler
     states: Mapping[str, Field] = field(default_factory=dict)
     """What the optimizer keeps of each element, by the names that it has for it."""
+    update: FusedOptimizer | GenericOptimizer | WholeOptimizer | None = None
+    """What the optimizer does in a step; None without an optimizer."""
 
     def is_kept(self, segment: int) -> bool:
         """Tell whether the gradients of a segment stay at its parameters."""

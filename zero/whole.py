@@ -23,17 +23,16 @@ from estimators import GenericRule, WholeTensors, align_up
 from offload import Field
 from offload.ledger import Activity
 from offload.spool import Spool, SpooledArray
-from offload.whole_records import Form, WholeRecords, record_bytes
-from zero.errors import ConfigError
-from zero.generic import bare_copy, refuse_side_effects, run_step
+from offload.whole_records import Form, WholeRecords
+from zero.generic import bare_copy, run_step
 from zero.parameter import reference_of
 from zero.plain import NotPlainError, from_plain, to_plain
 from zero.runtime import Runtime
 from zero.source import ShardSource
 from zero.units import ManagedParameter
+from zero.whole_trial import Kept, Trials
 
 _NAMES = frozenset({"adafactor", "lamb", "muon"})
-_TRIAL_STEPS = 2
 _SECTOR_BYTES = 4096
 
 
@@ -59,7 +58,9 @@ class WholeOptimizer:
         self.defaults = dict(optimizer.defaults)
         self.owners: dict[int, int] = {}
         self._worker = bare_copy(optimizer)
-        self._sizes: dict[tuple[int, torch.Size], int] = {}
+        self._trials = Trials(self._worker)
+        self._kept: dict[int, Kept] = {}
+        """What a trial found, by id of the parameter."""
         self._record_bytes: dict[int, int] = {}
         self._names: dict[int, str] = {}
         """Names of the records that this rank owns, by id of the parameter, in order."""
@@ -98,8 +99,11 @@ class WholeOptimizer:
             owner = self.owners.setdefault(key, loads.index(min(loads)))
             loads[owner] += numel
             index = index_of[key]
-            size = self._state_bytes(index, groups[index], each) if numel else 0
-            size = align_up(size, _SECTOR_BYTES)
+            size = 0
+            if numel:
+                shape = each.parameter.shape
+                self._kept[key] = self._trials.kept(index, groups[index], each.name, shape)
+                size = align_up(self._kept[key].size_bytes, _SECTOR_BYTES)
             self._record_bytes[key] = size
             sizes[owner] += size
         largest = max((each.parameter.numel() for each in trained), default=0)
@@ -115,6 +119,15 @@ class WholeOptimizer:
             if owner == rank and self._record_bytes.get(key) and key in names:
                 self._names[key] = f"{names[key]} (whole)"
                 records.admit(self._names[key], self._record_bytes[key])
+
+    def kept(self, key: int) -> Kept:
+        """Return what is kept of a parameter, on whatever rank, once it has had a step."""
+        return self._kept.get(key, Kept(1, (), ()))
+
+    def names(self) -> set[str]:
+        """Return the names of all state that there may be, of any parameter."""
+        found = {form[0] for each in self._kept.values() for form in each.forms}
+        return found.union(*(each.numbers for each in self._kept.values()))
 
     def owns(self, key: int) -> bool:
         """Tell whether this rank keeps the state of a parameter."""
@@ -164,42 +177,6 @@ class WholeOptimizer:
             if values or forms:
                 found[key] = (values, forms)
         return found
-
-    def _state_bytes(self, index: int, group: Mapping[str, Any], member: ManagedParameter) -> int:
-        """Return the record of a parameter, found by running on another of its shape.
-
-        That one has no memory, unless the optimizer looks at its values.
-        """
-        shape = member.parameter.shape
-        if (index, shape) not in self._sizes:
-            try:
-                found = self._try_on(group, torch.ones(shape, device="meta"))
-            except Exception:  # noqa: BLE001  what is wrong shows with values as well
-                found = self._try_with_values(group, member)
-            self._sizes[index, shape] = max(found, 1)
-        return self._sizes[index, shape]
-
-    def _try_with_values(self, group: Mapping[str, Any], member: ManagedParameter) -> int:
-        shape = member.parameter.shape
-        try:
-            return self._try_on(group, torch.ones(shape))
-        except Exception as error:
-            raise ConfigError(
-                f"optimizer {self.name} cannot run on {member.name} of shape {tuple(shape)}:"
-                f" {type(error).__name__}: {error}"
-            ) from error
-
-    def _try_on(self, group: Mapping[str, Any], master: Tensor) -> int:
-        """Return the most bytes of a record in the first steps on a master."""
-        state: State = {}
-        largest = 0
-        for _ in range(_TRIAL_STEPS):
-            before = dict(vars(self._worker))
-            state = run_step(self._worker, group, (master, torch.ones_like(master)), state)
-            refuse_side_effects(self._worker, group, before)
-            tensors = {n: each for n, each in state.items() if isinstance(each, Tensor)}
-            largest = max(largest, record_bytes(tensors))
-        return largest
 
 
 def leave_whole(update: object, spool: Spool) -> Waiting:

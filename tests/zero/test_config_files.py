@@ -243,6 +243,24 @@ RUNS = {
         },
     ),
     "llama_factory_z2_offload": (1, {"stage": 2, "optim": Tier.HOST}),
+    "bert_lamb": (
+        1,
+        {
+            "element": ElementType.FP16,
+            "batch": (4096, 64, 64),
+            "stage": 0,
+            "optimizer": {
+                "lr": 6e-3,
+                "betas": (0.9, 0.99),
+                "eps": 1e-8,
+                "weight_decay": 0.01,
+                "bias_correction": True,
+                "max_coeff": 0.5,
+                "min_coeff": 0.08,
+                "eps_inside_sqrt": False,
+            },
+        },
+    ),
     "bfloat16_alias": (2, BF16 | {"batch": (8, 4, 1), "clip": 0.0, "drop_last": True}),
 }
 """Files that this version runs: world size, and what differs from PLAIN."""
@@ -251,10 +269,6 @@ PARSES = {
     "accelerate_zero3_dummies": (
         {"fp16.enabled": True, "scheduler.params.total_num_steps": "auto"},
         ["scheduler.params.total_num_steps"],
-    ),
-    "bert_lamb": (
-        {"optimizer.type": "Lamb", "train_batch_size": 4096},
-        ["optimizer.type"],
     ),
     "alpaca_offload": (
         {"scheduler.params.total_num_steps": "auto", "bf16.enabled": False},

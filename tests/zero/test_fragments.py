@@ -184,6 +184,28 @@ def test_a_vectorised_update_of_gradients_is_stepped_with(scratch: Path, tier: s
     engine.destroy()
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "other"),
+    [("SGD", "momentum_buffer", "exp_avg_sq"), ("Adagrad", "sum", "exp_avg")],
+)
+def test_states_of_kernels_have_the_names_of_torch_too(kind: str, name: str, other: str) -> None:
+    config = make_config(host_memory="1GB")
+    config["optimizer"] = {"type": kind, "params": {"lr": 1e-2}}
+    model, twin = make_model(), make_model()
+    engine = zero.initialize(model=model, config=config)[0]
+    engine.backward(engine(*make_batch(0)))
+    engine.step()
+    given = getattr(torch.optim, kind)(twin.parameters(), lr=1e-2)
+    twin(*make_batch(0)).backward()
+    given.step()
+    wanted = twin.norm.weight.grad if kind == "SGD" else given.state[twin.norm.weight]["sum"]
+    found = zero.safe_get_full_optimizer_state(model.norm.weight, name)
+    assert torch.allclose(found, wanted, rtol=1e-6, atol=0)
+    with pytest.raises(KeyError, match=f"{other}.*norm.weight; .*fp32_param.*{name}"):
+        zero.safe_get_full_optimizer_state(model.norm.weight, other)
+    engine.destroy()
+
+
 def test_what_cannot_be_asked_is_named(scratch: Path, tier: str) -> None:
     engine = make_engine(scratch, tier)
     weight, frozen = engine.module.norm.weight, engine.module.blocks[1].norm1.weight

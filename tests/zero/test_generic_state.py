@@ -153,6 +153,8 @@ def test_states_are_read_and_set_by_the_names_of_torch(scratch: Path) -> None:
     assert torch.equal(zero.safe_get_full_optimizer_state(ours, "max_exp_avg_sq"), new)
     with pytest.raises(KeyError, match=r"momentum.*max_exp_avg_sq"):
         zero.safe_get_full_optimizer_state(ours, "momentum")
+    with pytest.raises(KeyError, match=r"'step' of AdamW is one number for all.*max_exp_avg_sq"):
+        zero.safe_get_full_optimizer_state(ours, "step")
     engine.destroy()
 
 

@@ -11,6 +11,7 @@ from estimators import AheadLimit, ElementType, Persistence, StateFormat, Tier
 from zero.config.autos import UNRESOLVED, WRITTEN
 from zero.config.batch import MICRO, TOTAL, BatchTriple, resolve_batch
 from zero.config.capabilities import OTHER, SAME, WIDER, Combination, refusals
+from zero.config.keys import Standing, facts_of
 from zero.config.models import DataTypes, Document, Tiers
 from zero.config.param_models import AdamParams, params_section
 from zero.config.zero_models import OffloadOptimizer, OffloadParam, ZeroOptimization
@@ -235,7 +236,11 @@ class ZeroConfig(Document):
             return NamedFactory(self.optimizer.type, dict(self.optimizer.params))
         params = section.model_validate(self.optimizer.params)
         if not isinstance(params, AdamParams):
-            filled = {name: getattr(params, name) for name in type(params).model_fields}
+            filled = {
+                name: getattr(params, name)
+                for name, info in type(params).model_fields.items()
+                if facts_of(name, info).standing is Standing.IMPLEMENTED
+            }
             return NamedFactory(self.optimizer.type, filled)
         return NamedFactory(
             "AdamW" if params.adam_w_mode else "Adam",

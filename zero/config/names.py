@@ -35,8 +35,8 @@ FUSED_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
 GENERIC_OPTIMIZERS = ("RMSprop", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
 """Those of torch.optim that run element by element, without a kernel."""
 
-WHOLE_OPTIMIZERS = ("Adafactor", "Muon")
-"""Those of torch.optim that see a parameter as a whole."""
+WHOLE_OPTIMIZERS = ("Adafactor", "Lamb", "Muon")
+"""Those that see a parameter as a whole; torch.optim has no Lamb, so that one is ours."""
 
 SUPPORTED_OPTIMIZERS = (*FUSED_OPTIMIZERS, *GENERIC_OPTIMIZERS, *WHOLE_OPTIMIZERS)
 """Those that can train."""

@@ -80,12 +80,42 @@ class SgdParams(Section):
     )
 
 
+class LambParams(Section):
+    """Arguments of Lamb, with the bounds of the trust ratio that the field has."""
+
+    lr: Annotated[float, _RATE] = key("learning rate", default=1e-3, auto=Auto.FRAMEWORK)
+    betas: Annotated[tuple[float, ...], Numbers(entry=_BETA, length=2)] = key(
+        "decay of the two moments", default=(0.9, 0.999), auto=Auto.FRAMEWORK
+    )
+    eps: Annotated[float, _RATE] = key("added to the root", default=1e-8, auto=Auto.FRAMEWORK)
+    weight_decay: Annotated[float, _RATE] = key(
+        "share of a parameter that is added to its step", default=0.0, auto=Auto.FRAMEWORK
+    )
+    bias_correction: _SWITCH = key("correct the rate for the moments' start at zero", default=True)
+    max_coeff: Annotated[float, _RATE] = key("largest trust ratio", default=10.0)
+    min_coeff: Annotated[float, _RATE] = key("least trust ratio", default=0.01)
+    eps_inside_sqrt: _SWITCH = key("add eps before the root is taken", default=False)
+    max_grad_norm: Annotated[float, _RATE] = refused(
+        "largest norm of the gradient",
+        default=0.0,
+        why="gradients are clipped once, before the optimizer",
+        instead='write "gradient_clipping" at the top level',
+    )
+    amsgrad: _SWITCH = refused(
+        "keep the largest second moment",
+        default=False,
+        why="LAMB has no such form",
+        instead="write false",
+    )
+
+
 OPTIMIZER_PARAMS: dict[str, type[Section]] = {
     "AdamW": AdamParams,
     "Adam": AdamParams,
     "Lion": LionParams,
     "Adagrad": AdagradParams,
     "SGD": SgdParams,
+    "Lamb": LambParams,
 }
 
 _WARMUP_STEPS = Integer(minimum=1)
