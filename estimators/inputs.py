@@ -101,6 +101,8 @@ class PlanInputs:
     rule: UpdateRule | GenericRule = UpdateRule.ADAMW
     whole: WholeTensors = field(default_factory=WholeTensors)
     """What an optimizer that sees whole tensors needs, on `node.world_size` ranks."""
+    parameter_groups: tuple[frozenset[str], ...] = ()
+    """Names of the trained parameters of each parameter group; empty for a single one."""
     format_overrides: tuple[tuple[str, StateFormat], ...] = ()
     """Patterns of names, and how the state of parameters is stored that match; the first counts."""
     prefetch_limit: AheadLimit = PREFETCH_LIMIT
@@ -186,15 +188,17 @@ def _is_trained(inputs: PlanInputs, parameter: ParameterShape) -> bool:
 
 
 def segments_of(inputs: PlanInputs) -> tuple[SegmentSpec, ...]:
-    """Return the segments of a model whose trained parameters are in one parameter group."""
+    """Return the segments of a model."""
     segments: list[SegmentSpec] = []
+    groups = {name: i for i, names in enumerate(inputs.parameter_groups) for name in names}
     persistent = persistent_names(inputs)
     for index, (name, members) in enumerate(units_of(inputs.model, persistent)):
-        keyed: dict[tuple[ElementType, bool, StateFormat | None, bool], list[ParameterShape]] = {}
+        keyed: dict[tuple[ElementType, int, StateFormat | None, bool], list[ParameterShape]] = {}
         for each in members:
-            kind = element_of(inputs, each), _is_trained(inputs, each)
+            group = groups.get(each.name, 0) if _is_trained(inputs, each) else -1
             kept = state_format_of(inputs, each)
-            keyed.setdefault((*kind, kept, each.name in persistent), []).append(each)
+            key = element_of(inputs, each), group, kept, each.name in persistent
+            keyed.setdefault(key, []).append(each)
         segments += [
             SegmentSpec(
                 unit=name,
@@ -202,13 +206,13 @@ def segments_of(inputs: PlanInputs) -> tuple[SegmentSpec, ...]:
                 names=tuple(each.name for each in chosen),
                 numels=tuple(each.numel for each in chosen),
                 element=element,
-                trainable=trained,
-                param_group=0,
+                trainable=group >= 0,
+                param_group=max(group, 0),
                 gradient_element=inputs.gradient_element,
                 state_format=kept,
                 persistent=stays,
             )
-            for (element, trained, kept, stays), chosen in keyed.items()
+            for (element, group, kept, stays), chosen in keyed.items()
         ]
     return tuple(segments)
 

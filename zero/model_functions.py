@@ -62,7 +62,8 @@ def shape_of(model: nn.Module, name: str) -> ModelShape:
         shape = tuple(parameter.shape)
         is_table = id(parameter) in tables
         element, trains = ELEMENTS.get(parameter.dtype), parameter.requires_grad
-        parameters.append(ParameterShape(path, shape, block, is_table, element, trains))
+        use_muon = getattr(parameter, "use_muon", None)
+        parameters.append(ParameterShape(path, shape, block, is_table, element, trains, use_muon))
     return _computed(model, ModelShape(name, type(model).__name__, tuple(parameters)))
 
 

@@ -10,6 +10,7 @@ from typing import Any, overload
 import torch
 
 from estimators import ElementType, GenericRule, UpdateRule, WholeTensors
+from estimators.models import ParameterShape
 from offload import GenericStep, UpdateScalars
 from zero.config.names import GENERIC_OPTIMIZERS as GENERIC_NAMES
 from zero.config.names import WHOLE_OPTIMIZERS as WHOLE_NAMES
@@ -216,26 +217,34 @@ def rule_of(named: NamedFactory | None) -> UpdateRule | GenericRule:
 
 
 def whole_tensors_of(
-    named: NamedFactory | None, shapes: Mapping[str, tuple[int, ...]], world_size: int
-) -> WholeTensors:
-    """Return what the optimizer of a configuration needs of trained parameters, given by name.
+    named: NamedFactory | None, shapes: Sequence[ParameterShape], world_size: int
+) -> tuple[WholeTensors, tuple[frozenset[str], ...]]:
+    """Return what the optimizer of a configuration needs of a model's parameters, and its groups.
+
+    The groups are the names of their parameters; an optimizer of slices has one, which is not told.
 
     Raises:
         ConfigError: if it cannot run on one of them.
     """
     if named is None or named.type_name not in WHOLE_NAMES:
-        return WholeTensors()
+        return WholeTensors(), ()
     made = {
-        name: torch.nn.Parameter(torch.empty(shape, device="meta"))
-        for name, shape in shapes.items()
+        each.name: torch.nn.Parameter(torch.empty(each.shape, device="meta"))
+        for each in shapes
+        if each.is_trainable
     }
+    for each in shapes:
+        if each.use_muon is not None and each.name in made:
+            made[each.name].use_muon = each.use_muon  # type: ignore[attr-defined]
     names = {id(each): name for name, each in made.items()}
     optimizer = _object_of(named, list(made.values()), names)
     members = [
         ManagedParameter(name, each, order, ElementType.FP32, 0)
         for order, (name, each) in enumerate(made.items())
     ]
-    return WholeOptimizer(optimizer).assign(members, optimizer.param_groups, world_size)
+    groups = optimizer.param_groups
+    by_group = [frozenset(names[id(each)] for each in group["params"]) for group in groups]
+    return WholeOptimizer(optimizer).assign(members, groups, world_size), tuple(by_group)
 
 
 def _object_of(

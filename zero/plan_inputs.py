@@ -185,7 +185,8 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         bandwidths=_with_given(node.bandwidths, tiers.nvme, options),
     )
     rule = rule_of(settings.optimizer)
-    trained = {each.name: each.shape for each in inputs.model.parameters if each.is_trainable}
+    world_size, shapes = node.world_size, inputs.model.parameters
+    whole, groups = whole_tensors_of(settings.optimizer, shapes, world_size)
     samples = settings.batch.micro_batch_size if options.batch is None else options.batch
     return replace(
         inputs,
@@ -209,7 +210,8 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         stage=settings.stage,
         persistence=settings.persistence,
         rule=rule,
-        whole=whole_tensors_of(settings.optimizer, trained, node.world_size),
+        whole=whole,
+        parameter_groups=groups,
         format_overrides=tuple(
             (each.pattern, each.state_format) for each in tiers.format_overrides
         ),

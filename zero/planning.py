@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 from torch import nn
 
@@ -134,8 +135,8 @@ class Changes:
 
     births: Mapping[int, int] = field(default_factory=dict)
     """By id of the parameter: updates of the engine before its first one."""
-    numels: Mapping[int, int] = field(default_factory=dict)
-    """By id of the parameter: its elements once it is resized."""
+    shapes: Mapping[int, torch.Size] = field(default_factory=dict)
+    """By id of the parameter: its shape once it is resized."""
     replaced: object = None
     """The runtime that holds the parameters until then."""
     recalled: Recalled = field(default_factory=Recalled)
@@ -220,7 +221,7 @@ def make_blueprint(
                 device_is_host=device.is_host,
             ),
         ),
-        changes.numels,
+        {key: shape.numel() for key, shape in changes.shapes.items()},
         changes.replaced,
         choose_formats(model, settings),
     )
@@ -230,7 +231,8 @@ def make_blueprint(
         else drive_rates(settings, engine, local_world_size)
     )
     ranks = world_size, local_world_size
-    request = _placement_request(settings, optimizer, units, device, ranks, rates)
+    whole = _whole_tensors(optimizer, units, world_size, changes)
+    request = _placement_request(settings, optimizer, units, device, ranks, rates, whole)
     request = _choose_update_device(request, settings, device)
     budget, source = _budget(request, settings, local_world_size, changes.recalled)
     memory = plan_placement(request, budget)
@@ -258,6 +260,7 @@ def _placement_request(
     device: Device,
     ranks: tuple[int, int],
     rates: DriveRates | None,
+    whole: WholeTensors,
 ) -> PlacementRequest:
     """Return what placement goes by; `ranks` are those of the run and those of this node."""
     world_size, local_world_size = ranks
@@ -287,18 +290,21 @@ def _placement_request(
         update_on_device=not device.is_host and updates_on_device(settings, rule),
         replicates=settings.stage < 3,
         rule=rule,
-        whole=_whole_tensors(optimizer, units, world_size),
+        whole=whole,
         reduction_element=settings.reduction_element,
     )
 
 
 def _whole_tensors(
-    optimizer: ZeroOptimizer | None, units: Sequence[UnitBlueprint], world_size: int
+    optimizer: ZeroOptimizer | None,
+    units: Sequence[UnitBlueprint],
+    world_size: int,
+    changes: Changes,
 ) -> WholeTensors:
     if optimizer is None or not isinstance(optimizer.fused, WholeOptimizer):
         return WholeTensors()
     members = [each for unit in units for _, members in unit.segments for each in members]
-    return optimizer.fused.assign(members, optimizer.param_groups, world_size)
+    return optimizer.fused.assign(members, optimizer.param_groups, world_size, changes.shapes)
 
 
 def _choose_update_device(

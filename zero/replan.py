@@ -42,7 +42,7 @@ from zero.planning import (
 )
 from zero.runtime import Runtime
 from zero.settings import NvmeSettings, Settings
-from zero.whole import WholeOptimizer, adopt_whole, leave_whole
+from zero.whole import Waiting, WholeOptimizer, adopt_whole, leave_whole
 
 _log = logging.getLogger(__name__)
 
@@ -151,21 +151,20 @@ def rebuild(
     """
     if isinstance(optimizer.fused, GenericOptimizer):
         optimizer.fused.admit(optimizer.param_groups)
-    _refuse_resize(optimizer, resize)
     io = open_io_engine(settings)
     try:
         births = history.births_now(old, optimizer)
-        numels = {id(resize.parameter): resize.shape.numel()} if resize is not None else {}
+        shapes = {id(resize.parameter): resize.shape} if resize is not None else {}
         communicator = old.communicator
         communicator.join("planning the engine anew")
         blueprint, spool = _plan(
-            model, old, settings, optimizer, io, Changes(births, numels, old), resize
+            model, old, settings, optimizer, io, Changes(births, shapes, old), resize
         )
         nursery = Nursery(communicator, spool, None, made_group=False)
         known = gather_carried(optimizer, groups, old, history)
         arranged = arrange_carried(optimizer, blueprint.groups, history.updates, known)
         sources, moved = _copy(model, nursery, history, known, resize)
-        waiting = leave_whole(optimizer.fused, spool)
+        waiting = _leave_whole(optimizer, old, spool, resize)
         communicator.join("leaving the old plan")
     except BaseException:
         io.close()
@@ -189,12 +188,23 @@ def rebuild(
     return Rebuilt(runtime, blueprint)
 
 
-def _refuse_resize(optimizer: ZeroOptimizer, resize: Resize | None) -> None:
-    if resize is not None and isinstance(optimizer.fused, WholeOptimizer):
-        raise RuntimeError(
-            f"{optimizer.fused.name} keeps whole tensors of each parameter, which cannot be cut to"
-            " another shape; resize before zero.initialize"
-        )
+def _leave_whole(
+    optimizer: ZeroOptimizer, old: Runtime, spool: Spool, resize: Resize | None
+) -> Waiting:
+    """Copy what this rank owns of whole tensors, on all ranks or on none."""
+    waiting: Waiting = {}
+    failure: Exception | None = None
+    reshaped = None
+    if resize is not None and (reference := reference_of(resize.parameter)) is not None:
+        source = reference.source
+        reshaped = (id(resize.parameter), source.name, source.shape, resize.shape)
+    try:
+        waiting = leave_whole(optimizer.fused, spool, reshaped)
+    except Exception as error:  # noqa: BLE001  raised by all ranks at once
+        failure = error
+    if isinstance(optimizer.fused, WholeOptimizer):
+        old.communicator.raise_together(failure, "copying what an optimizer of whole tensors keeps")
+    return waiting
 
 
 def _plan(
@@ -234,6 +244,8 @@ def _make_spool(old: Runtime, settings: Settings, resize: Resize | None) -> Spoo
     )
     if resize is not None:
         needed += 4 * kept * -(-resize.shape.numel() // old.communicator.world_size)
+    if isinstance(old.update, WholeOptimizer):
+        needed += old.update.owned_bytes
     nvme: NvmeSettings | None = None
     if old.store.plan.swap_file_bytes and settings.tiers.nvme:
         nvme = max(settings.tiers.nvme, key=lambda each: shutil.disk_usage(each.path).free)

@@ -38,7 +38,8 @@ def resize_parameter(
         init: fills a new tensor of that shape, before the old values are put in; zeros without it.
 
     Raises:
-        ValueError: if the parameter is not in the model, or the shape has other dimensions.
+        ValueError: if the parameter is not in the model, the shape has other dimensions, or an
+            optimizer of whole tensors keeps what cannot be cut; nothing has changed.
         PlanError: if the engine's budgets cannot hold the new shape; nothing has changed.
     """
     if all(parameter is not each for each in model.parameters()):

@@ -30,6 +30,7 @@ from zero.plain import NotPlainError, from_plain, to_plain
 from zero.runtime import Runtime
 from zero.source import ShardSource
 from zero.units import ManagedParameter
+from zero.whole_resize import Recut, recut_state
 from zero.whole_trial import Kept, Trials
 
 _NAMES = frozenset({"adafactor", "lamb", "muon"})
@@ -61,7 +62,8 @@ class WholeOptimizer:
         self._trials = Trials(self._worker)
         self._kept: dict[int, Kept] = {}
         """What a trial found, by id of the parameter."""
-        self._record_bytes: dict[int, int] = {}
+        self._planned: dict[int, Kept] = {}
+        """The same for the plan that was made last, which may not have come about."""
         self._names: dict[int, str] = {}
         """Names of the records that this rank owns, by id of the parameter, in order."""
         self._records: WholeRecords | None = None
@@ -80,45 +82,51 @@ class WholeOptimizer:
         members: Sequence[ManagedParameter],
         groups: Sequence[Mapping[str, Any]],
         world_size: int,
+        shapes: Mapping[int, torch.Size] | None = None,
     ) -> WholeTensors:
         """Give every parameter an owner, and return what the fullest rank needs.
 
-        Owners are balanced by elements.
+        Owners are balanced by elements. `shapes` are those of parameters that are about to be
+        resized, by id.
 
         Raises:
             ConfigError: if the optimizer cannot run on a parameter.
         """
         index_of = {id(each): i for i, group in enumerate(groups) for each in group["params"]}
-        trained = [each for each in members if id(each.parameter) in index_of]
+        trained = [
+            (
+                each.name,
+                id(each.parameter),
+                (shapes or {}).get(id(each.parameter), each.parameter.shape),
+            )
+            for each in members
+            if id(each.parameter) in index_of
+        ]
         loads, sizes = [0] * world_size, [0] * world_size
+        self._planned = {}
         # Those that have an owner come first.
-        for each in sorted(
-            trained, key=lambda m: (id(m.parameter) not in self.owners, -m.parameter.numel())
+        for name, key, shape in sorted(
+            trained, key=lambda each: (each[1] not in self.owners, -each[2].numel())
         ):
-            key, numel = id(each.parameter), each.parameter.numel()
             owner = self.owners.setdefault(key, loads.index(min(loads)))
-            loads[owner] += numel
-            index = index_of[key]
-            size = 0
-            if numel:
-                shape = each.parameter.shape
-                self._kept[key] = self._trials.kept(index, groups[index], each.name, shape)
-                size = align_up(self._kept[key].size_bytes, _SECTOR_BYTES)
-            self._record_bytes[key] = size
-            sizes[owner] += size
-        largest = max((each.parameter.numel() for each in trained), default=0)
-        return WholeTensors(
-            2 * 4 * largest, max(self._record_bytes.values(), default=0), max(sizes)
-        )
+            loads[owner] += shape.numel()
+            if shape.numel():
+                index = index_of[key]
+                self._planned[key] = self._trials.kept(index, groups[index], name, shape)
+                sizes[owner] += _record_bytes(self._planned[key])
+        largest = max((shape.numel() for _, _, shape in trained), default=0)
+        record = max(map(_record_bytes, self._planned.values()), default=0)
+        return WholeTensors(2 * 4 * largest, record, max(sizes))
 
     def attach(self, records: WholeRecords, members: Sequence[ManagedParameter], rank: int) -> None:
         """Keep state in the records of a new store, which are empty, from now on."""
         self._records, self._names, self._values = records, {}, {}
+        self._kept = self._planned
         names = {id(each.parameter): each.name for each in members}
         for key, owner in self.owners.items():
-            if owner == rank and self._record_bytes.get(key) and key in names:
+            if owner == rank and key in self._kept and key in names:
                 self._names[key] = f"{names[key]} (whole)"
-                records.admit(self._names[key], self._record_bytes[key])
+                records.admit(self._names[key], _record_bytes(self._kept[key]))
 
     def kept(self, key: int) -> Kept:
         """Return what is kept of a parameter, on whatever rank, once it has had a step."""
@@ -169,6 +177,21 @@ class WholeOptimizer:
         for name in self._names.values():
             self.records.recall(name, ())
 
+    def recut(
+        self, key: int, state: State, name: str, shapes: tuple[torch.Size, torch.Size]
+    ) -> State:
+        """Return the state of a parameter for the new one of two shapes, as the last plan has it.
+
+        Raises:
+            ValueError: naming what cannot be cut.
+        """
+        return recut_state(self._worker, state, Recut(name, *shapes, self._planned[key]))
+
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes of the records that this rank owns, full or not."""
+        return sum(_record_bytes(self._kept[key]) for key in self._names)
+
     def owned(self) -> dict[int, tuple[dict[str, Any], tuple[Form, ...]]]:
         """Return the values, and the forms of tensors, of what has state, by id."""
         found = {}
@@ -179,14 +202,34 @@ class WholeOptimizer:
         return found
 
 
-def leave_whole(update: object, spool: Spool) -> Waiting:
-    """Return copies of all state, to be adopted once there is another store."""
+def _record_bytes(kept: Kept) -> int:
+    return align_up(kept.size_bytes, _SECTOR_BYTES)
+
+
+Reshaped = tuple[int, str, torch.Size, torch.Size]
+"""Id and name of a parameter, its old shape and its new one."""
+
+
+def leave_whole(update: object, spool: Spool, reshaped: Reshaped | None = None) -> Waiting:
+    """Return copies of all state, to be adopted once there is another store.
+
+    Raises:
+        ValueError: if the state of the parameter that gets another shape cannot be cut.
+    """
     waiting: Waiting = {}
     if not isinstance(update, WholeOptimizer):
         return waiting
-    for key, (values, forms) in update.owned().items():
-        tensors = update.state_of(key)
-        waiting[key] = (values, [(f, spool.put(tensors[f[0]].reshape(-1))) for f in forms])
+    for key in update.owned():
+        state = update.state_of(key)
+        if reshaped is not None and reshaped[0] == key:
+            state = update.recut(key, state, reshaped[1], reshaped[2:])
+        values = {name: each for name, each in state.items() if not isinstance(each, Tensor)}
+        arrays = [
+            ((name, each.dtype, tuple(each.shape)), spool.put(each.detach().reshape(-1)))
+            for name, each in state.items()
+            if isinstance(each, Tensor)
+        ]
+        waiting[key] = (values, arrays)
     return waiting
 
 

@@ -28,6 +28,8 @@ class ParameterShape:
     element: ElementType | None = None
     """Type that it is built in; None where nothing is built yet."""
     is_trainable: bool = True
+    use_muon: bool | None = None
+    """What the parameter says of itself to Muon; None lets its shape and name decide."""
 
     @property
     def numel(self) -> int:

@@ -174,7 +174,7 @@ def changed(config: dict[str, Any], what: str) -> dict[str, Any]:
     match what:
         case "stage 2":
             config["zero_optimization"] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-        case "Lion" | "RMSprop" | "Adafactor":
+        case "Lion" | "RMSprop" | "Adafactor" | "Lamb" | "Muon":
             config["optimizer"] = {"type": what, "params": {"lr": 1e-4}}
         case "double_backward":
             config["tiers"]["double_backward"] = True
@@ -201,6 +201,8 @@ def changed(config: dict[str, Any], what: str) -> dict[str, Any]:
         "Lion",
         "RMSprop",
         "Adafactor",
+        "Lamb",
+        "Muon",
         "durable",
         "stage 2",
         "double_backward",
@@ -214,17 +216,21 @@ def test_formats_optimizers_and_stages_are_planned_as_they_are_placed(
         optimizer="nvme",
         nvme_path=str(scratch),
         dtype="bf16",
-        host_memory={"stage 2": "1MB", "Adafactor": "280KB"}.get(what, "150KB"),
+        host_memory={"stage 2": "1MB", "Adafactor": "280KB", "Lamb": "320KB", "Muon": "280KB"}.get(
+            what, "150KB"
+        ),
         sub_group_size=4096,
     )
     with torch.device("meta"):
         model = TinyTransformer(layers=3, extra=(5000,))
+    model.blocks[1].down.weight.use_muon = False  # type: ignore[attr-defined]
     usual = expected(model, config, 2)
     config = changed(config, what)
     plan = expected(model, config, 2)
     assert plan != usual
     inputs = inputs_of(config, shape_of(model, "tiny"), tmp_path, "--gpus", "2")
     assert placement_request(inputs) == plan.request
+    assert len({each.param_group for each in plan.request.segments}) == 1 + (what == "Muon")
     found = estimate(inputs)
     assert found.memory.sub_groups == plan.sub_groups
     assert found.memory.rows() == plan.rows()

@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+import zero
+from estimators.estimate import estimate
 from estimators.models import model_of_config
 from scripts import plan_models
 from scripts.plan_check import (
@@ -20,10 +23,15 @@ from scripts.plan_check import (
     Case,
     Outcome,
     cases,
+    compare_pools,
     run_apart,
     warm_up,
 )
+from tests.support.configs import make_config
+from tests.support.tiny import TinyTransformer, make_batch
 from zero.model_functions import shape_of
+from zero.plan_command import _parser
+from zero.plan_inputs import ask, plan_inputs
 
 FILE_TABLES_BYTES = 64 << 10
 """What a file system may add to a file for its own tables."""
@@ -108,3 +116,35 @@ def test_twelve_shapes_and_four_placements() -> None:
 def test_a_case_warms_up(scratch: Path) -> None:
     for name in ("experts", "encoder"):
         warm_up(case_of(name, "all on nvme", str(scratch)))
+
+
+@pytest.mark.nvme
+@pytest.mark.parametrize("name", ["Adafactor", "Lamb", "Muon"])
+def test_whole_tensors_take_what_was_planned(scratch: Path, tmp_path: Path, name: str) -> None:
+    """Of an optimizer by name, with its parameter groups, from the configuration alone."""
+    config = make_config(
+        parameters="nvme", optimizer="nvme", nvme_path=str(scratch), dtype="bf16",
+        host_memory="160KB", sub_group_size=4096,
+    )  # fmt: skip
+    config["optimizer"] = {"type": name, "params": {"lr": 1e-3}}
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    options = _parser().parse_args(["plan", "gpt2", "--gpu", "cpu", "--config", str(file)])
+    with torch.device("meta"):
+        model = TinyTransformer(layers=3, extra=(5000,))
+    shape = shape_of(model, "tiny")
+    planned = estimate(plan_inputs(options, dataclasses.replace(ask(options), model=shape)))
+    engine = zero.initialize(model=model, config=config, init_fn=plan_models.initialise)[0]
+    assert len(engine.optimizer.param_groups) == 1 + (name == "Muon")
+    for step in range(2):
+        engine.backward(engine(*make_batch(step)))
+        engine.step()
+    outcome = Outcome(name, "all on nvme")
+    compare_pools(outcome, planned, engine, is_cpu=True)
+    assert all(pool["present"] == pool["planned"] for pool in outcome.pools)
+    assert sum(pool["planned"] for pool in outcome.pools) > 0
+    beside = (outcome.swap_blocks_bytes or 0) - outcome.planned_swap_bytes
+    assert 0 <= beside <= FILE_TABLES_BYTES
+    assert engine.optimizer.fused.records.paged_bytes == planned.memory.whole.area_bytes > 0
+    assert planned.memory.rows() == engine.plan.memory.rows()
+    engine.destroy()

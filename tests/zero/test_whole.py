@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,98 +13,22 @@ from torch import nn, optim
 
 import zero
 import zero.planning
-from tests.support.configs import make_config
-from tests.support.fork_ranks import on_ranks
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.tiny import make_batch, make_model
+from tests.support.whole import (
+    CLIP,
+    OPTIMIZERS,
+    STEPS,
+    Declared,
+    config,
+    far_from,
+    filled,
+    start,
+    train,
+)
 from zero.errors import ConfigError, PlanError
-from zero.lamb import Lamb
-from zero.whole import needs_whole_tensors
 
 pytestmark = pytest.mark.nvme
-
-CLIP = 0.5
-STEPS = 4
-LAMB = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-4, "weight_decay": 0.01}
-
-
-class Declared(optim.Optimizer):
-    """Subtracts the mean of each row of the gradient, and says that it sees the whole."""
-
-    needs_whole_tensors = True
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None or not p.numel():
-                    continue
-                state = self.state[p]
-                means = p.grad.flatten(1).mean(1) if p.dim() > 1 else p.grad.mean(0, keepdim=True)
-                state["rows"] = state.get("rows", 0.0) + means
-                shape = [-1] + [1] * (p.dim() - 1)
-                p.sub_(group["lr"] * (p.grad + state["rows"].view(shape)))
-
-
-def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return two matrices and freeze all else: Muon takes no others, and of 3 ranks 2 own one."""
-    chosen = [model.blocks[1].attention.weight, model.blocks[1].up.weight]
-    for each in model.parameters():
-        each.requires_grad_(any(each is one for one in chosen))
-    return chosen
-
-
-def filled(model: nn.Module) -> list[nn.Parameter]:
-    return [each for each in model.parameters() if each.numel()]
-
-
-OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
-    "adafactor": lambda m: optim.Adafactor(filled(m), lr=1e-2, weight_decay=0.01, eps=(1e-4, 1e-3)),
-    "lamb": lambda m: Lamb(filled(m), **LAMB),
-    "declared": lambda m: Declared(filled(m)),
-    "muon": lambda m: optim.Muon(matrices(m), lr=1e-3),
-}
-
-
-def config(tier: str, folder: Path, **more: Any) -> dict[str, Any]:
-    options: dict[str, Any] = {"parameters": tier, "optimizer": tier, "clip": CLIP, **more}
-    if tier == "nvme":
-        options |= {"nvme_path": str(folder), "sub_group_size": 1024}
-    found = make_config(**options)
-    del found["optimizer"]
-    return found
-
-
-BUDGETS = {
-    "adafactor": ("32KB", "60KB", "90KB"),
-    "lamb": ("76KB", "90KB", "114KB"),
-    "declared": ("30KB", "60KB", "90KB"),
-    "muon": ("44KB", "62KB", "82KB"),
-}
-"""For one rank, for two and for three: the whole tensors fit, the rest does not."""
-
-
-def start(name: str, tier: str, folder: Path, ranks: int = 1, **more: Any) -> zero.ZeroEngine:
-    if tier == "nvme":
-        more = {"host_memory": BUDGETS[name][ranks - 1], **more}
-    model = make_model()
-    given = OPTIMIZERS[name](model)
-    return zero.initialize(model=model, optimizer=given, config=config(tier, folder, **more))[0]
-
-
-def train(engine: zero.ZeroEngine, first: int, last: int) -> None:
-    for step in range(first, last):
-        engine.backward(engine(*make_batch(step)))
-        engine.step()
-
-
-def far_from(engine: zero.ZeroEngine, wanted: list[torch.Tensor]) -> float:
-    with zero.GatheredParameters(list(engine.module.parameters())):
-        pairs = list(zip(engine.module.parameters(), wanted, strict=True))
-        return max(float((a.detach() - b).abs().max()) for a, b in pairs if a.numel())
 
 
 @pytest.fixture(scope="module")
@@ -157,147 +80,6 @@ def test_it_trains_as_unsharded_torch(unsharded, scratch: Path, name: str, tier:
     assert engine.plan.memory.request.whole.state_bytes > 0
     assert far_from(engine, unsharded(name)) <= 1e-6
     check_state_moves(engine, tier)
-    engine.destroy()
-
-
-LEGS = (("nvme", 3, 3), ("cpu", 1, 3), ("none", 2, 1), ("nvme", 3, 3))
-"""Tier, ranks and stage of each step of a run that goes on elsewhere after each."""
-
-
-HALVED = {
-    "adafactor": "row_var",
-    "lamb": "exp_avg",
-    "declared": "rows",
-    "muon": "momentum_buffer",
-}
-"""A state of each that is halved before the last step."""
-
-States = dict[str, dict[str, torch.Tensor]]
-
-
-def over_ranks(name: str) -> tuple[list[torch.Tensor], States]:
-    """Return what unsharded torch makes of the mean of as many equal gradients as there are ranks.
-
-    Three equal numbers, added and divided by three, are not always that number.
-    """
-    model = make_model()
-    optimizer = OPTIMIZERS[name](model)
-    for step, (_, ranks, _) in enumerate(LEGS):
-        if step + 1 == len(LEGS):
-            for each in (model.blocks[1].attention.weight, model.blocks[1].up.weight):
-                optimizer.state[each][HALVED[name]] *= 0.5
-        model(*make_batch(step)).backward()
-        for each in model.parameters():
-            if each.grad is not None:
-                each.grad = sum([each.grad] * ranks, torch.zeros_like(each)) / ranks
-        optimizer.step()
-        optimizer.zero_grad()
-    named = {id(each): key for key, each in model.named_parameters()}
-    states = {
-        named[id(each)]: {key: torch.as_tensor(value) for key, value in state.items()}
-        for each, state in optimizer.state.items()
-    }
-    return [each.detach() for each in model.parameters()], states
-
-
-def halve(model: nn.Module, name: str) -> None:
-    """Halve a state in full, and another by its owner."""
-    up, attention = model.blocks[1].up.weight, model.blocks[1].attention.weight
-    full = zero.safe_get_full_optimizer_state(up, name)
-    assert full is not None
-    zero.safe_set_full_optimizer_state(up, full * 0.5, name)
-    own = zero.safe_get_local_optimizer_state(attention, name)
-    assert own is not None
-    zero.safe_set_local_optimizer_state(attention, own * 0.5, name)
-
-
-def check_states_by_name(model: nn.Module, wanted: States) -> None:
-    assert wanted
-    for name, parameter in model.named_parameters():
-        for key, value in wanted.get(name, {}).items():
-            found = zero.safe_get_full_optimizer_state(parameter, key)
-            assert found is not None
-            assert torch.equal(found, value), (name, key)
-            own = zero.safe_get_local_optimizer_state(parameter, key)
-            assert own is not None
-            # The owner's piece is the whole, and other ranks have none.
-            assert own.numel() in (0, value.numel())
-            assert torch.equal(own, value.reshape(-1)[: own.numel()])
-
-
-def test_ranks_share_the_work_and_the_state_moves_between_them(scratch: Path) -> None:
-    """Every rank sees the same batches; all world sizes have the bits of unsharded torch."""
-    wanted = {name: over_ranks(name) for name in OPTIMIZERS}
-
-    def work_of(leg: int) -> Callable[[int], list[Any]]:
-        tier, ranks, stage = LEGS[leg]
-
-        def work(_rank: int) -> list[Any]:
-            found = []
-            for name in OPTIMIZERS:
-                engine = start(name, tier, scratch, ranks, stage=stage, clip=0.0)
-                if leg:
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore", UserWarning)  # of another world size
-                        engine.load_checkpoint(scratch / f"{name}{leg}")
-                is_last = leg + 1 == len(LEGS)
-                if is_last:
-                    halve(engine.module, HALVED[name])
-                train(engine, leg, leg + 1)
-                whole = engine.optimizer.fused
-                if tier == "nvme":
-                    assert engine.ledger.snapshot().nvme_write_bytes > 0
-                    assert (whole.records.paged_bytes > 0) == bool(whole.owned())
-                found.append(len(whole.owned()))
-                if is_last:
-                    assert far_from(engine, wanted[name][0]) == 0.0, name
-                    check_states_by_name(engine.module, wanted[name][1])
-                else:
-                    engine.save_checkpoint(scratch / f"{name}{leg + 1}")
-                engine.destroy()
-            return found
-
-        return work
-
-    for leg, (_, ranks, _) in enumerate(LEGS):
-        found = on_ranks(work_of(leg), ranks, scratch)
-        for i, name in enumerate(OPTIMIZERS):
-            size = len(OPTIMIZERS[name](make_model()).param_groups[0]["params"])
-            counts = [rank[i] for rank in found]
-            assert sum(counts) == size  # each parameter has one owner
-            assert (min(counts) == 0) == (size < ranks)
-
-
-def test_states_have_the_names_of_torch_and_no_others(scratch: Path) -> None:
-    get, set_ = zero.safe_get_full_optimizer_state, zero.safe_set_full_optimizer_state
-    engine = start("lamb", "nvme", scratch)
-    weight = engine.module.blocks[0].up.weight
-    assert get(weight, "exp_avg") is None
-    with pytest.raises(zero.ShardedAccessError, match=r"up.weight has no exp_avg yet: Lamb makes"):
-        set_(weight, torch.ones(weight.shape), "exp_avg")
-    train(engine, 0, 2)
-    assert get(weight, "step") == 2
-    set_(weight, torch.tensor(7), "step")
-    train(engine, 2, 3)
-    assert get(weight, "step") == 8
-    assert engine.optimizer.fused.records.paged_bytes > 0
-    with pytest.raises(KeyError, match=r"'sum' .*up.weight.*'exp_avg', 'exp_avg_sq', 'fp32_param"):
-        get(weight, "sum")
-    with pytest.raises(ValueError, match=r"exp_avg of .*up.weight has shape \(33, 16\).*\(3,\)"):
-        set_(weight, torch.ones(3), "exp_avg")
-    with pytest.raises(ValueError, match=r"\(528,\), the one given has \(3,\)"):
-        zero.safe_set_local_optimizer_state(weight, torch.ones(3), "exp_avg")
-    engine.destroy()
-    engine = start("adafactor", "none", scratch)
-    bias = engine.module.norm.bias
-    with pytest.raises(KeyError, match="'row_var' .*norm.bias; .*'step', 'variance'"):
-        get(bias, "row_var")
-    bias.requires_grad_(requires_grad=False)
-    train(engine, 0, 1)
-    assert get(bias, "variance") is None
-    assert get(bias, "row_var") is None
-    with pytest.raises(zero.ShardedAccessError, match="norm.bias has no variance: it is frozen"):
-        set_(bias, torch.ones(16), "variance")
     engine.destroy()
 
 
@@ -387,9 +169,6 @@ def test_freezing_keeps_the_state(scratch: Path, tier: str) -> None:
         given.zero_grad()
         train(engine, step, step + 1)
     assert far_from(engine, [each.detach() for each in model.parameters()]) <= 1e-6
-    with pytest.raises(RuntimeError, match="Lamb keeps whole tensors"):
-        zero.resize_parameter(engine, engine.module.blocks[1].up.weight, (40, 16))
-    train(engine, 5, 6)  # nothing has changed
     engine.destroy()
 
 
@@ -429,88 +208,94 @@ def test_muon_by_name_is_muon_and_adamw(scratch: Path) -> None:
     engine.destroy()
 
 
-def lamb_in_fp64(model: nn.Module, options: dict[str, Any]) -> tuple[list[torch.Tensor], set[str]]:
-    """Return what LAMB makes of a model, by its formula, and at which bounds its ratios were."""
-    masters = [each.detach().double() for each in model.parameters()]
-    moments = [(torch.zeros_like(each), torch.zeros_like(each)) for each in masters]
-    (beta1, beta2), seen = options["betas"], set()
-    for step in range(STEPS):
-        model(*make_batch(step)).backward()
-        factor = 1.0
-        if options.get("bias_correction", True):
-            factor = (1 - beta2 ** (step + 1)) ** 0.5 / (1 - beta1 ** (step + 1))
-        for i, p in enumerate(model.parameters()):
-            g, (m, v) = p.grad.double(), moments[i]
-            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-            moments[i] = m, v
-            inside = options.get("eps_inside_sqrt", False)
-            root = (v + options["eps"]).sqrt() if inside else v.sqrt() + options["eps"]
-            move = m / root + options["weight_decay"] * masters[i]
-            ratio = 1.0
-            if masters[i].norm() > 0 and move.norm() > 0:
-                ratio = float(masters[i].norm() / move.norm())
-                if ratio > options.get("max_coeff", 10.0):
-                    ratio = options.get("max_coeff", 10.0)
-                    seen.add("max")
-                if ratio < options.get("min_coeff", 0.01):
-                    ratio = options.get("min_coeff", 0.01)
-                    seen.add("min")
-            masters[i] = masters[i] - options["lr"] * factor * ratio * move
-            p.grad, p.data = None, masters[i].float()
-    return masters, seen
+GROWN = {
+    "adafactor": {"row_var": (40, 1)},
+    "lamb": {"exp_avg": (40, 16), "exp_avg_sq": (40, 16)},
+    "declared": {"rows": (40,)},
+}
+"""The states of an embedding of 40 rows that has had 31."""
 
 
-@pytest.mark.parametrize(
-    ("more", "bounds"),
-    [
-        ({}, {"min"}),
-        ({"max_coeff": 0.5, "min_coeff": 0.08}, {"max", "min"}),
-        ({"bias_correction": False, "eps_inside_sqrt": True, "min_coeff": 0.0}, {"max"}),
-    ],
-)
-def test_lamb_by_name_is_its_formula(scratch: Path, more: dict[str, Any], bounds: set[str]) -> None:
-    options = config("nvme", scratch, host_memory=BUDGETS["lamb"][0], clip=0.0)
-    params = {**LAMB, "betas": [0.9, 0.99], "max_grad_norm": 0.0, **more}
-    options["optimizer"] = {"type": "lamb", "params": params}
-    engine = zero.initialize(model=make_model(), config=options)[0]
-    train(engine, 0, STEPS)
-    assert engine.optimizer.fused.records.paged_bytes > 0
-    wanted, seen = lamb_in_fp64(make_model(), {**LAMB, **more})
-    assert seen == bounds
-    assert far_from(engine, wanted) <= 1e-6
-    free, _ = lamb_in_fp64(make_model(), {**LAMB, **more, "max_coeff": 2e9, "min_coeff": 0.0})
-    assert far_from(engine, free) > 2e-5  # the bounds count
+@pytest.mark.parametrize("tier", ["none", "nvme"])
+@pytest.mark.parametrize("name", GROWN)
+def test_a_resized_parameter_keeps_its_state(scratch: Path, name: str, tier: str) -> None:
+    """As a tensor that torch trains, and whose state is grown by hand."""
+    twin = make_model()
+    given = OPTIMIZERS[name](twin)
+    budget = {"adafactor": "40KB", "lamb": "90KB", "declared": "40KB"}[name]
+    more = {"host_memory": budget} if tier == "nvme" else {}
+    engine = start(name, tier, scratch, clip=0.0, **more)
+    weight = engine.module.embedding.weight
+    frozen = engine.module.blocks[1].norm1.weight
+    for step in range(4):
+        if step == 2:
+            grow(twin.embedding.weight, given.state[twin.embedding.weight], GROWN[name])
+            zero.resize_parameter(engine, weight, (40, 16), init=lambda new: new.fill_(0.25))
+        for each in (twin.blocks[1].norm1.weight, frozen):
+            each.requires_grad_(step != 2)
+        twin(*make_batch(step)).backward()
+        given.step()
+        given.zero_grad()
+        train(engine, step, step + 1)
+    assert far_from(engine, [each.detach() for each in twin.parameters()]) == 0.0
+    for key in GROWN[name]:
+        found = zero.safe_get_full_optimizer_state(weight, key)
+        assert torch.equal(found, given.state[twin.embedding.weight][key])
+        assert float(found[31:].abs().max()) > 0
+    assert (engine.optimizer.fused.records.paged_bytes > 0) == (tier == "nvme")
     engine.destroy()
-    options["optimizer"]["params"] = {"lr": 1e-3, "max_coef": 1.0}
-    with pytest.raises(ConfigError, match=r'params.max_coef: unknown.*did you mean "max_coeff"'):
-        zero.initialize(model=make_model(), config=options)
-    options["optimizer"]["params"] = {"max_grad_norm": 1.0}
-    with pytest.raises(ConfigError, match=r'max_grad_norm: .*write "gradient_clipping"'):
-        zero.initialize(model=make_model(), config=options)
 
 
-def test_lamb_says_what_it_cannot_use() -> None:
-    given = [nn.Parameter(torch.ones(3))]
-    for options, words in (
-        ({"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff 2.0 is above max_coeff 1.0"),
-        ({"betas": (0.9, 1.0)}, "below 1 are needed"),
-        ({"lr": -1.0}, "a finite number of at least 0"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            Lamb(given, **options)
-    with pytest.raises(TypeError, match=r"\['trust'\] cannot be used with Lamb; known are"):
-        Lamb(given, trust=1)
-    # A class of that name that says nothing is taken for it.
-    assert needs_whole_tensors(type("Lamb", (optim.SGD,), {})(given))
-    assert not needs_whole_tensors(optim.SGD(given))
+def grow(weight: nn.Parameter, state: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+    rows = weight.detach()
+    weight.data = torch.full((40, 16), 0.25)
+    weight.data[:31] = rows
+    for key, shape in shapes.items():
+        old, state[key] = state[key], torch.zeros(shape)
+        state[key][:31] = old
 
 
-def test_the_norms_of_lamb_are_right_for_large_tensors() -> None:
-    """Torch's own, which add up in fp32, are not: here by 2e-5."""
-    start = torch.randn(1_000_001, generator=torch.Generator().manual_seed(1))
-    given = nn.Parameter(start.clone())
-    given.grad = start.sin()
-    Lamb([given], lr=1.0, bias_correction=False, betas=(0.0, 0.0), eps=0.0).step()
-    # The step is the sign of the gradient, so its norm is a root; its length is the parameter's.
-    wanted = start.double().norm() / start.numel() ** 0.5
-    assert float(((start - given.detach()).abs() / wanted - 1).abs().median()) < 1e-6
+class Basis(Declared):
+    """Keeps a square matrix of the first length of each matrix."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.dim() == 2:
+                    self.state[p].setdefault("basis", torch.eye(p.shape[0], device=p.device))
+
+
+class KnowingBasis(Basis):
+    """Says what becomes of its basis."""
+
+    def resize_state(self, state: Any, old_shape: Any, new_shape: Any) -> Any:
+        rows = torch.zeros(new_shape[0])
+        common = min(old_shape[0], new_shape[0])
+        rows[:common] = state["rows"][:common]
+        return {"rows": rows, "basis": 2 * torch.eye(new_shape[0])}
+
+
+def test_state_that_cannot_be_cut_is_refused_unless_its_optimizer_says_how(tmp_path: Path) -> None:
+    found = []
+    for kind in (Basis, KnowingBasis):
+        model = make_model()
+        given = kind(filled(model))
+        engine = zero.initialize(model=model, optimizer=given, config=config("cpu", tmp_path))[0]
+        train(engine, 0, 1)
+        weight = model.blocks[1].up.weight
+        before = weight.detach().clone()
+        if kind is Basis:
+            words = r"Basis keeps 'basis' of shape \(33, 33\) of blocks.1.up.weight, .*resize_state"
+            with pytest.raises(ValueError, match=words):
+                zero.resize_parameter(engine, weight, (40, 16))
+        else:
+            zero.resize_parameter(engine, weight, (40, 16))
+            basis = zero.safe_get_full_optimizer_state(weight, "basis")
+            assert torch.equal(basis, 2 * torch.eye(40))
+            zero.resize_parameter(engine, weight, (33, 16))
+        assert torch.equal(weight, before)
+        train(engine, 1, 2)
+        found.append(weight.detach().clone())
+        engine.destroy()
+    assert torch.equal(*found)  # nothing had changed, or all is as it was
