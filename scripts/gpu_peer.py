@@ -5,7 +5,9 @@
 The libraries that the program needs are imported and the device is opened first; then the resident
 memory is noted, and the program runs in the same process. Its last line is JSON; this one's is the
 same with `baseline_bytes`. Models of transformers draw their initial weights on the device, which
-takes a second instead of half a minute and no host memory; ours draws the same.
+takes a second instead of half a minute and no host memory; ours draws the same. The cases `gpu`
+and `fsdp2` are plain torch's: DeepSpeed is not imported for them, and FSDP2's model is made on the
+host, whence it is taken in parts.
 """
 
 from __future__ import annotations
@@ -24,17 +26,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_process import resident
 
+_TORCH_CASES = ("gpu", "fsdp2")
+_BUILT_ELSEWHERE = ("nvme_param", "fsdp2")
+"""There it is the peer that says where modules are built."""
+
 
 def run(program: str, arguments: list[str]) -> dict[str, Any]:
     """Run a program and return what its last line says, with the baseline of its process."""
-    importlib.import_module("deepspeed")  # only its memory counts
+    case = arguments[0]
+    if case not in _TORCH_CASES:
+        importlib.import_module("deepspeed")  # only its memory counts
     import torch
 
     importlib.import_module("transformers.models.llama.modeling_llama")
 
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")
-        if arguments[0] != "nvme_param":  # there the peer says where modules are built
+        if case not in _BUILT_ELSEWHERE:
             build_on_device("cuda")
     baseline = resident()["VmRSS"]
     sys.argv = [program, *arguments]

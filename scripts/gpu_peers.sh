@@ -2,7 +2,7 @@
 # Prepares the package and DeepSpeed on a machine with a GPU and no package index, then runs rows of
 # the GPU benchmark on both sides.
 #
-#     scripts/gpu_peers.sh OUT SECONDS [GROUP ...]    groups of gpu_suite.py: host nvme lossy param
+#     scripts/gpu_peers.sh OUT SECONDS [GROUP ...]    groups of gpu_suite.py: host nvme lossy param torch
 #
 # OUT.tgz is written anew after each row. The folder .peer holds what DeepSpeed needs there:
 #     ds.tgz        its unpacked source distribution: deepspeed csrc op_builder accelerator version.txt
@@ -10,6 +10,7 @@
 #     whl           wheels of what that machine's Python lacks
 #     program.py    trains a case on one GPU: its command line and its last line are told in
 #                   scripts/README.md, "Peers of the GPU benchmark"
+#     torch.py      trains a case with torch alone, for the group torch
 # Preparing takes a minute; what is there already is not made again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -56,5 +57,6 @@ done
 echo "prepared in $((SECONDS - begin)) s"
 
 export PYTHONPATH=$PWD/.device-site:$made/ds:$made/site PYTHONUNBUFFERED=1
-exec python3 scripts/gpu_suite.py --program "$peer/program.py" --out "$out" \
+exec python3 scripts/gpu_suite.py --program "$peer/program.py" \
+  --torch-program "$peer/torch.py" --out "$out" \
   --nvme "${TMPDIR:-/tmp}/tierzero-swap" --seconds "$seconds" ${1:+--only "$@"}

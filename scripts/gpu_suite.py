@@ -40,6 +40,8 @@ class Peer:
     seconds: float
     """What it is expected to take."""
     environment: dict[str, str] = field(default_factory=dict)
+    is_torch: bool = False
+    """Whether it is plain torch's program that runs the case, and not the peer's."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,10 @@ GROUPS: dict[str, tuple[Peer | Ours, ...]] = {
         Ours("nvme-4gb-exact", "nvme", 50),
         Ours("nvme-4gb-compact", "nvme", 22),
     ),
+    "torch": (
+        Peer("floor", "gpu", 6, 30, is_torch=True),
+        Peer("fsdp2", "fsdp2", 6, 60, is_torch=True),
+    ),
     "lossy": (Peer("nvme-lossy", "nvme", 4, 80, {"BF16": json.dumps(_LOSSY)}),),
     "param": (
         Peer("param", "nvme_param", 4, 155, {"CKPT": "1", "PBUFS": "60", "PBUF": "7e7"}),
@@ -80,7 +86,8 @@ def commands(options: argparse.Namespace) -> Iterator[tuple[str, float, list[str
         for item in GROUPS[group]:
             if isinstance(item, Peer):
                 sizes = (options.hidden, options.layers, options.batch, options.length, item.steps)
-                command = [str(_HERE / "gpu_peer.py"), str(options.program), item.case]
+                program = options.torch_program if item.is_torch else options.program
+                command = [str(_HERE / "gpu_peer.py"), str(program), item.case]
                 command += [str(each) for each in sizes]
                 yield f"peer-{item.name}", item.seconds, command, item.environment
                 continue
@@ -136,6 +143,7 @@ def main() -> None:
     """Run what is asked for, in order."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--program", type=Path, required=True)
+    parser.add_argument("--torch-program", type=Path, help="runs the cases of the group torch")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--nvme", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=480)
@@ -148,6 +156,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--drive-mebibytes", type=int, default=2048)
     options = parser.parse_args()
+    if "torch" in options.only and options.torch_program is None:
+        parser.error("the group torch needs --torch-program")
     options.end = time.monotonic() + options.seconds
     options.out.mkdir(parents=True, exist_ok=True)
     options.nvme.mkdir(parents=True, exist_ok=True)

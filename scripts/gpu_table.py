@@ -99,7 +99,7 @@ def peer_line(name: str, peer: dict[str, Any]) -> list[str]:
         f"{min(steps):.2f} to {max(steps):.2f}",
         f"{peer['gpu_peak_gb']:.2f}",
         f"{peer['rss_peak_gb'] - baseline:.2f} + {baseline:.2f}",
-        f"{peer['init_s']:.1f}",
+        f"{peer['init_s']:.1f}" if "init_s" in peer else "-",
         " ".join(f"{row[4]:.4f}" for row in peer["rows"]),
     ]
 

@@ -101,3 +101,35 @@ def test_device_memory_is_given_back() -> None:
     gc.collect()
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
+
+
+_WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
+
+
+@pytest.mark.parametrize("tiers", [("none", "cpu"), ("cpu", "cpu"), ("none", "none")], ids="-".join)
+def test_the_host_waits_once_a_step(tiers: tuple[str, str]) -> None:
+    parameters, optimizer = tiers
+    config = make_config(
+        parameters=parameters, optimizer=optimizer, host_memory="1GB", dtype="bf16"
+    )
+    config["tiers"]["update_device"] = "device"
+    engine, _, _, _ = zero.initialize(model=make_model(dtype=torch.bfloat16), config=config)
+    batch = [each.cuda() for each in make_batch(0)]
+
+    def step() -> None:
+        engine.backward(engine(*batch))
+        engine.step()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as found:
+        step()
+    waits = [each for each in found.events() or () if each.name in _WAITS]
+    # Ending a profile waits for the device.
+    assert [each.name for each in waits if each.name != "cudaDeviceSynchronize"] == [
+        "cudaStreamSynchronize"
+    ]
+    assert sum(each.name == "cudaDeviceSynchronize" for each in waits) <= 1
+    engine.destroy()
