@@ -242,8 +242,8 @@ def open_engine(
     of them. `thread_count` blocks of `block_bytes` move at once on threads, `queue_depth` blocks
     on the kernel's own queues.
 
-    "auto" takes the best engine that works in `directory`, where each is tried on a small file, and
-    says in `Engine.reason` why it refused the better ones. Without a directory it takes threads,
+    "auto" takes the best engine that works in `directory`, where they are tried on a small file, the
+    best first, and says in `Engine.reason` why it refused the better ones. Without a directory it takes threads,
     which work in every one.
 
     `polling` is for io_uring alone, asked for by name: "submission", "completion" or "both"
@@ -360,7 +360,7 @@ def _open_probed(sizes: _Sizes, directory: Path | None) -> Engine:
     if directory is None:
         reason = "io_uring and kernel_aio are only chosen for a directory, and none was given"
         return _open(EngineKind.THREADS, sizes, reason)
-    found = report(directory)
+    found = report(directory, stops_at_best=True)
     best, reason = EngineKind(found.best), found.reason
     try:
         return _open(best, sizes, reason)

@@ -73,10 +73,11 @@ class ProbeReport:
         ]
 
 
-def report(path: Path) -> ProbeReport:
+def report(path: Path, *, stops_at_best: bool = False) -> ProbeReport:
     """Find out what `path`, a directory that may be written to, and this machine offer.
 
-    Each engine is tried on a small file in the directory, which leaves nothing behind.
+    Each engine is tried on a small file in the directory, which leaves nothing behind; to choose
+    one, those after the best that works need not be tried.
     """
     require_linux()
     path = Path(path)
@@ -88,7 +89,7 @@ def report(path: Path) -> ProbeReport:
         file = SwapFile.create(path, _TEST_BYTES)
     with file:
         memory_alignment_bytes, offset_alignment_bytes = stated_direct_alignments(file.fileno())
-        refusals = _try_engines(file)
+        refusals = _try_engines(file, stops_at_best=stops_at_best)
         return ProbeReport(
             path=path,
             kernel=platform.release(),
@@ -118,13 +119,19 @@ def _said(value: object) -> str:
             return str(value)
 
 
-def _try_engines(file: SwapFile) -> dict[str, str]:
-    """Return why each engine that does not work on the file does not."""
+def _try_engines(file: SwapFile, *, stops_at_best: bool) -> dict[str, str]:
+    """Return why each engine that was tried and does not work on the file does not."""
     refusal = native_unavailable_reason()
     if refusal is not None:
         return dict.fromkeys(NATIVE_KINDS, refusal)
-    refusals = {kind: try_engine(kind, file) for kind in NATIVE_KINDS}
-    return {kind: refusal for kind, refusal in refusals.items() if refusal is not None}
+    refusals: dict[str, str] = {}
+    for kind in NATIVE_KINDS:
+        refusal = try_engine(kind, file)
+        if refusal is not None:
+            refusals[kind] = refusal
+        elif stops_at_best:
+            break
+    return refusals
 
 
 def polling_refusal(directory: Path, polling: str) -> str | None:

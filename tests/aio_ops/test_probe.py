@@ -58,11 +58,23 @@ def test_a_report_says_what_the_machine_says(scratch: Path) -> None:
         assert part in text
 
 
-def test_auto_takes_the_best_engine_that_works_in_the_directory(scratch: Path) -> None:
+def test_auto_takes_the_best_engine_that_works_in_the_directory(
+    monkeypatch: pytest.MonkeyPatch, scratch: Path
+) -> None:
+    """And opens no other: each takes a wait for the kernel to close."""
     make_engine("io_uring").close()
+    tried: list[str] = []
+    really_try = probe.try_engine
+
+    def try_engine(kind: str, file: aio_ops.TransferFile) -> str | None:
+        tried.append(kind)
+        return really_try(kind, file)
+
+    monkeypatch.setattr(probe, "try_engine", try_engine)
     with open_engine(directory=scratch) as engine:
         assert engine.name == "io_uring"
         assert str(scratch) in engine.reason
+    assert tried == ["io_uring"]
 
 
 @pytest.mark.parametrize(

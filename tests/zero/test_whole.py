@@ -155,23 +155,6 @@ def test_masters_of_16_bit_parameters_are_what_is_updated(scratch: Path) -> None
     assert not torch.equal(found[0], found[0].bfloat16().float())
 
 
-@pytest.mark.parametrize("tier", ["none", "nvme"])
-def test_freezing_keeps_the_state(scratch: Path, tier: str) -> None:
-    model = make_model()
-    given = OPTIMIZERS["lamb"](model)
-    engine = start("lamb", tier, scratch)
-    for step in range(5):
-        for each in (model, engine.module):
-            each.blocks[0].up.requires_grad_(step not in (1, 2))
-        model(*make_batch(step)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        given.step()
-        given.zero_grad()
-        train(engine, step, step + 1)
-    assert far_from(engine, [each.detach() for each in model.parameters()]) <= 1e-6
-    engine.destroy()
-
-
 def test_what_does_not_fit_is_refused_with_its_numbers(scratch: Path) -> None:
     with pytest.raises(PlanError, match=r"of them \d+ of an optimizer of whole tensors"):
         start("lamb", "nvme", scratch, host_memory="20KB")
@@ -218,8 +201,10 @@ GROWN = {
 
 @pytest.mark.parametrize("tier", ["none", "nvme"])
 @pytest.mark.parametrize("name", GROWN)
-def test_a_resized_parameter_keeps_its_state(scratch: Path, name: str, tier: str) -> None:
-    """As a tensor that torch trains, and whose state is grown by hand."""
+def test_a_resized_parameter_keeps_its_state_and_a_frozen_one(
+    scratch: Path, name: str, tier: str
+) -> None:
+    """As tensors that torch trains, with a state that is grown by hand."""
     twin = make_model()
     given = OPTIMIZERS[name](twin)
     budget = {"adafactor": "40KB", "lamb": "90KB", "declared": "40KB"}[name]
