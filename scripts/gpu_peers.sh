@@ -20,7 +20,9 @@ shift 2
 peer=$PWD/.peer made=${TMPDIR:-/tmp}/tierzero-peer
 export LD_LIBRARY_PATH=$peer/aio/lib:${LD_LIBRARY_PATH:-} LIBRARY_PATH=$peer/aio/lib
 export CPATH=$peer/aio/include CFLAGS="-I$peer/aio/include" LDFLAGS="-L$peer/aio/lib"
-export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0} TOKENIZERS_PARALLELISM=false
+TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0}
+# DeepSpeed cannot read the letters of architectures such as 9.0a.
+export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST//[a-z]/} TOKENIZERS_PARALLELISM=false
 
 prepare_peer() {
   mkdir -p "$made/ds" "$made/site"
@@ -48,7 +50,7 @@ if [[ ! -e $made/ready ]]; then
   jobs+=($!)
 fi
 if [[ ! -d .device-site/zero ]]; then
-  scripts/device_smoke.sh >"${TMPDIR:-/tmp}/tierzero-smoke.log" 2>&1 &
+  bash scripts/device_smoke.sh >"${TMPDIR:-/tmp}/tierzero-smoke.log" 2>&1 &
   jobs+=($!)
 fi
 for job in "${jobs[@]}"; do
