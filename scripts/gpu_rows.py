@@ -31,11 +31,18 @@ class Row:
     steps: int = 5
     takes_peer_memory: bool = False
     """Whether the host budget is what the peer took, where that is known."""
+    fills_device: bool = False
+    """Whether the device budget is as large as what the peer took allows, where that is known."""
 
 
 _NVME = Row("nvme", host_memory=4 * GB, device_memory=8 * GB, peer_case="nvme", warm_up=1)
 _ALL = replace(
-    _NVME, parameters="nvme", device_memory="auto", peer_case="nvme_param", checkpoints=True
+    _NVME,
+    parameters="nvme",
+    device_memory="auto",
+    peer_case="nvme_param",
+    checkpoints=True,
+    fills_device=True,
 )
 
 ROWS = {
@@ -108,22 +115,32 @@ def planned_device_bytes(
 def within_peer(row: Row, sizes: Sizes, peer: dict[str, Any]) -> Row:
     """Return a row with budgets that keep it within what the peer took.
 
-    On the device that is the largest budget whose planned peak is below the peer's; on the host
-    what the peer took beside what its process had before, in rows that say so.
+    On the device that is the largest budget whose planned peak is below the peer's, but no more
+    than the row has, if it has one; on the host what the peer took beside what its process had
+    before, in rows that say so.
     """
     if row.takes_peer_memory and "baseline_bytes" in peer:
         host = int(peer["rss_peak_gb"] * GB) - peer["baseline_bytes"]
         row = replace(row, host_memory=host)
-    budget = row.device_memory
-    if isinstance(budget, str) or "gpu_peak_gb" not in peer:
+    if "gpu_peak_gb" not in peer:
         return row
-    while planned_device_bytes(replace(row, device_memory=budget), sizes) > 0.998 * GB * float(
-        peer["gpu_peak_gb"]
-    ):
-        if budget <= 4 * GB:
-            break
+    peak = GB * float(peer["gpu_peak_gb"])
+    if row.fills_device:
+        # Where parameters page, peaks were up to 4 % above what was planned.
+        return _within_peak(row, sizes, max(int(peak), 2 * GB), 2 * GB, 0.95 * peak)
+    if isinstance(row.device_memory, str):
+        return row
+    return _within_peak(row, sizes, row.device_memory, 4 * GB, 0.998 * peak)
+
+
+def _within_peak(row: Row, sizes: Sizes, budget: int, least: int, peak: float) -> Row:
+    """Return a row with the largest device budget, a whole number of steps below the given one,
+    whose planned peak is no more than `peak`; with about the least one if all plan more."""
+    while True:
+        fitted = replace(row, device_memory=budget)
+        if budget <= least or planned_device_bytes(fitted, sizes) <= peak:
+            return fitted
         budget -= _STEP_BYTES
-    return replace(row, device_memory=budget)
 
 
 def make_config(row: Row, nvme_path: str, batch: int, changes: list[str]) -> dict[str, Any]:

@@ -52,6 +52,15 @@ def test_budgets_keep_a_row_within_what_the_peer_took() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["all-nvme-4gb-exact", "all-nvme-4gb-compact"])
+def test_a_row_whose_parameters_page_fills_what_the_peer_took_on_the_device(name: str) -> None:
+    row = within_peer(ROWS[name], PEERS, {**PEER, "gpu_peak_gb": 5.84})
+    assert isinstance(row.device_memory, int)
+    assert 0.94 * 5.84 * GB < planned_device_bytes(row, PEERS) <= 0.95 * 5.84 * GB
+    assert row.host_memory == 4 * GB
+    assert within_peer(ROWS[name], PEERS, {**PEER, "gpu_peak_gb": 1.0}).device_memory == 2 * GB
+
+
 def test_the_limit_of_a_drive_is_its_faster_schedule() -> None:
     rates = [gpu_drive.DriveRates(2e9, 4e9, mixed, 2.5e9) for mixed in (2.4e9, 2.6e9)]
     found = gpu_drive.compare(rates, 8 * GB, 8 * GB, 7.0)
