@@ -242,9 +242,9 @@ def open_engine(
     of them. `thread_count` blocks of `block_bytes` move at once on threads, `queue_depth` blocks
     on the kernel's own queues.
 
-    "auto" takes the best engine that works in `directory`, where they are tried on a small file, the
-    best first, and says in `Engine.reason` why it refused the better ones. Without a directory it takes threads,
-    which work in every one.
+    "auto" takes the best engine that works in `directory`, where they are tried on a small file,
+    the best first, and says in `Engine.reason` why it refused the better ones. Without a directory
+    it takes threads, which work in every one.
 
     `polling` is for io_uring alone, asked for by name: "submission", "completion" or "both"
     [see Polling]. With a directory, an engine that cannot poll there is an OSError.
