@@ -174,18 +174,13 @@ class WholeRecords:
                 f"the optimizer keeps {needed} bytes of {name}, and its first steps on a tensor of"
                 f" that shape kept at most {record.size_bytes}: make all state in the first steps"
             )
-        forms = tuple((key, each.dtype, tuple(each.shape)) for key, each in tensors.items())
+        record.forms = tuple((key, each.dtype, tuple(each.shape)) for key, each in tensors.items())
         if record.place is None:
-            record.forms, record.resident = forms, dict(tensors)
+            record.resident = dict(tensors)
             return
         buffer = self._read_of(record) or self._require_spare(record)
         self._finish(buffer)
-        moves = forms != record.forms
-        sources = [each.clone() if moves else each for each in tensors.values()]
-        record.forms = forms
-        for target, source in zip(_views(record, buffer), sources, strict=True):
-            if target.data_ptr() != source.data_ptr():
-                target.copy_(source)
+        _fill(record, buffer, tensors)
         self._taken = None
         self._submit(buffer, record, Link.WRITE)
 
@@ -235,14 +230,15 @@ class WholeRecords:
         )
 
     def _spare(self, record: _Record) -> _Staging | None:
-        """Return a buffer that nobody waits for, once what it wrote is written; its own first.
+        """Return a buffer that nobody waits for, once what it wrote is written.
 
-        So a record is never read before its last write is over.
+        The one that wrote the record comes first, so none is read before its last write is over;
+        then one that writes nothing, then the older write: so the last one goes on meanwhile.
         """
         idle = [each for each in self._buffers if each.record is None or each.link is Link.WRITE]
         if not idle:
             return None
-        buffer = next((each for each in idle if each.record is record), idle[0])
+        buffer = min(idle, key=lambda each: (each.record is not record, each.record is not None))
         self._free(buffer)
         return buffer
 
@@ -260,6 +256,7 @@ class WholeRecords:
 
     def _submit(self, buffer: _Staging, record: _Record, link: Link) -> None:
         buffer.record, buffer.link = record, link
+        self._buffers.sort(key=lambda each: each is buffer)  # the one used last is the last
         span = buffer.span.sub(0, record.size_bytes)
         place = self._place(record, span, link)
         submit = self._engine.submit_read if link is Link.READ else self._engine.submit_write
@@ -329,6 +326,20 @@ def _required(file: TransferFile | None) -> TransferFile:
     if file is None:
         raise RuntimeError("records of whole tensors page, and there is no swap file")
     return file
+
+
+def _fill(record: _Record, buffer: _Staging, tensors: Mapping[str, Tensor]) -> None:
+    """Put tensors where they belong in a buffer, some of which lie elsewhere in it.
+
+    An optimizer may have exchanged them, so what moves within the buffer is copied out first.
+    """
+    memory = range(buffer.span.address, buffer.span.address + buffer.span.size_bytes)
+    moves: list[tuple[Tensor, Tensor]] = []
+    for target, source in zip(_views(record, buffer), tensors.values(), strict=True):
+        if source.data_ptr() != target.data_ptr() or not source.is_contiguous():
+            moves.append((target, source.clone() if source.data_ptr() in memory else source))
+    for target, source in moves:
+        target.copy_(source)
 
 
 def _views(record: _Record, buffer: _Staging) -> list[Tensor]:

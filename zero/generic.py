@@ -113,10 +113,16 @@ class GenericOptimizer:
     ) -> dict[str, Any]:
         """Copy the state of the elements to their fields and return the rest."""
         rest = dict(state)
+        fields = {each.untyped_storage().data_ptr() for each in tensors.values()}
+        moves: list[tuple[Tensor, Tensor]] = []
         for name in since:
             found = rest.pop(name, None)
             if isinstance(found, Tensor) and found.data_ptr() != tensors[name].data_ptr():
-                tensors[name].copy_(found)
+                # An optimizer may exchange its tensors: what another field holds is copied first.
+                lies_there = found.untyped_storage().data_ptr() in fields
+                moves.append((tensors[name], found.clone() if lies_there else found))
+        for target, found in moves:
+            target.copy_(found)
         late = [name for name, value in rest.items() if _is_large(value)]
         if late:
             raise RuntimeError(
@@ -179,10 +185,27 @@ def refuse_side_effects(
     changed = [key for key, each in left.items() if key != "params" and each is not group.get(key)]
     own = {key: each for key, each in vars(worker).items() if key not in _GIVEN}
     changed += [key for key, each in own.items() if each is not attributes.get(key)]
+    (parameter,) = worker.param_groups[0]["params"]
+    kept: Mapping[Any, Any] = worker.state
+    beside = [key for key in kept if key is not parameter]
+    changed += [key if isinstance(key, str) else "state of another parameter" for key in beside]
     if changed:
         raise ValueError(
             f"its step changes {changed[0]!r} of its group or of itself, which parameters share;"
             " keep it in its state, by parameter"
+        )
+
+
+def refuse_idle(group: Group, state: Mapping[str, Any], *, moved: bool) -> None:
+    """Refuse a step that did nothing, as that of a wrapper around another optimizer does.
+
+    Raises:
+        ValueError: if the parameter has not moved, and nothing is kept of it.
+    """
+    if not moved and not state and group.get("lr", 1.0):
+        raise ValueError(
+            "its step does nothing to the parameters in its own param_groups; if it wraps another"
+            " optimizer, pass that one"
         )
 
 
@@ -255,6 +278,8 @@ def _trial(
             if value.dtype is not torch.float32:
                 raise TypeError(f"its state {key!r} is {value.dtype}; torch.float32 can be stored")
             found.setdefault(key, step)
+    moved = master._version > 0 or not torch.equal(master, start)
+    refuse_idle(group, state, moved=moved)
     numbers = [key for key, value in state.items() if is_number(value) and key not in found]
     return master, found, tuple(numbers)
 

@@ -121,7 +121,7 @@ def _update(
     move = torch.div(first, divisor, out=divisor)
     if group["weight_decay"]:
         move.add_(parameter.mul(group["weight_decay"]))
-    rate = group["lr"]
+    rate = float(group["lr"])
     if group["bias_correction"]:
         step = state["step"]
         rate *= math.sqrt(1 - beta2**step) / (1 - beta1**step)

@@ -86,6 +86,8 @@ def make_muon(
         options = {**DEFAULTS, **parameters, **group}
         members = options.pop("params")
         members = [members] if isinstance(members, torch.Tensor) else list(members)
+        # As torch's optimizers do, it takes pairs of name and parameter.
+        members = [one[1] if isinstance(one, tuple) else one for one in members]
         rates = {True: options.pop("muon_lr"), False: options.pop("adam_lr")}
         for use_muon, rate in rates.items():
             chosen = [p for p in members if _is_muons(p, names.get(id(p), "")) is use_muon]
@@ -102,7 +104,7 @@ def _add(
 ) -> None:
     """Put parameters into the group that has these options, or into a new one."""
     for group in groups:
-        if all(group[name] == value for name, value in options.items()):
+        if {name: value for name, value in group.items() if name != "params"} == options:
             group["params"] += members
             return
     groups.append({**options, "params": members})

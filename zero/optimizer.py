@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -250,6 +251,9 @@ def whole_tensors_of(
 def _object_of(
     named: NamedFactory, groups: list[Any], names: Mapping[int, str]
 ) -> torch.optim.Optimizer:
+    for key, value in named.parameters.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"optimizer.params.{key}: must be a finite number, got {value}")
     if named.type_name == "Muon":
         return make_muon(names, groups, named.parameters)
     return _torch_optimizer(named, groups)
@@ -259,7 +263,7 @@ def _torch_optimizer(named: NamedFactory, groups: list[Any]) -> torch.optim.Opti
     kind = Lamb if named.type_name == "Lamb" else getattr(torch.optim, named.type_name)
     try:
         made: torch.optim.Optimizer = kind(groups, **dict(named.parameters))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, IndexError) as error:
         raise ConfigError(f"optimizer.params of {named.type_name}: {error}") from error
     return made
 

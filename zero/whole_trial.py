@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload.whole_records import Form, record_bytes
 from zero.errors import ConfigError
-from zero.generic import is_number, refuse_side_effects, run_step
+from zero.generic import is_number, refuse_idle, refuse_side_effects, run_step
 
 _TRIAL_STEPS = 2
 
@@ -70,6 +70,9 @@ class Trials:
             refuse_side_effects(self._worker, group, before)
             tensors = {name: each for name, each in state.items() if isinstance(each, Tensor)}
             largest = max(largest, record_bytes(tensors))
+        # Through `.data` it moves unnoticed, and on the meta device unseen: there values tell.
+        moved = master._version > 0 or (not master.is_meta and bool((master != 1).any()))
+        refuse_idle(group, state, moved=moved)
         forms = tuple((name, each.dtype, tuple(each.shape)) for name, each in tensors.items())
         beside = (name for name in state if name not in tensors and is_number(state[name]))
         return Kept(largest, forms, tuple(beside))

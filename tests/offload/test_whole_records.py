@@ -90,6 +90,36 @@ def test_what_is_taken_is_what_was_put(seed, is_durable) -> None:
     records.close()
 
 
+def test_tensors_that_exchange_their_places_keep_their_values() -> None:
+    records, _, ledger = made(SimulatedDisk(0), resident=0)
+    first, second = torch.arange(49.0).view(7, 7), torch.ones(7, 7)
+    records.put("a", {"new": first, "old": second})
+    for _ in range(3):
+        found = records.take("a")
+        assert torch.equal(found["new"], first)
+        assert torch.equal(found["old"], second)
+        records.put("a", {"new": found["old"], "old": found["new"].T})
+        first, second = second.clone(), first.T.clone()
+    assert ledger.snapshot().nvme_write_bytes > 0
+
+
+def test_a_write_goes_on_while_the_next_record_is_read() -> None:
+    records, _, ledger = made(SimulatedDisk(0), resident=0)
+    for name in NAMES:
+        records.put(name, {"m": torch.full((9,), float(ord(name)))})
+    records.settle()
+    written = ledger.snapshot().nvme_write_bytes
+    assert written == SIZE * len(NAMES)
+    for position, name in enumerate(NAMES):
+        found = records.take(name)
+        assert (found["m"] == ord(name)).all()
+        records.put(name, found)
+        records.start_reading(NAMES[(position + 1) % len(NAMES)])
+        # Only the writes before the last one are over.
+        assert ledger.snapshot().nvme_write_bytes == written + SIZE * position
+    records.settle()
+
+
 def test_a_flipped_bit_is_found() -> None:
     records, file, _ = made(SimulatedDisk(0), resident=0, verify=True)
     records.put("b", some(np.random.default_rng(0)))

@@ -126,9 +126,15 @@ def test_by_name_from_the_configuration() -> None:
     engine.step()
     assert optimizer.param_groups[0]["alpha"] == 0.9
     engine.destroy()
-    config["optimizer"]["params"] = {"lr": 1e-3, "betas": [0.9, 0.99]}
-    with pytest.raises(ConfigError, match=r"optimizer.params of RMSprop: .*betas"):
-        zero.initialize(model=make_model(), config=config)
+    for kind, parameters, words in (
+        ("RMSprop", {"lr": 1e-3, "betas": [0.9, 0.99]}, r"optimizer.params of RMSprop: .*betas"),
+        ("NAdam", {"betas": [0.9]}, "optimizer.params of NAdam: .*out of range"),
+        ("NAdam", {"lr": float("inf")}, "optimizer.params.lr: must be a finite number, got inf"),
+        ("Muon", {"eps": float("nan")}, "optimizer.params.eps: must be a finite number, got nan"),
+    ):
+        config["optimizer"] = {"type": kind, "params": parameters}
+        with pytest.raises(ConfigError, match=words):
+            zero.initialize(model=make_model(), config=config)
 
 
 @pytest.mark.parametrize(

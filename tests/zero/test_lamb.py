@@ -94,6 +94,20 @@ def test_lamb_says_what_it_cannot_use() -> None:
     assert not needs_whole_tensors(optim.SGD(given))
 
 
+def test_a_rate_that_is_a_tensor_stays_as_it_is() -> None:
+    found = []
+    for lr in (0.5, torch.tensor(0.5)):
+        given = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+        optimizer = Lamb(given, lr=lr)
+        for _ in range(2):
+            for each in given:
+                each.grad = torch.full((3,), 0.1)
+            optimizer.step()
+        found.append(torch.cat([each.detach() for each in given]))
+    assert float(lr) == 0.5
+    assert torch.equal(*found)
+
+
 def test_the_norms_of_lamb_are_right_for_large_tensors() -> None:
     """Torch's own, which add up in fp32, are not: here by 2e-5."""
     start = torch.randn(1_000_001, generator=torch.Generator().manual_seed(1))

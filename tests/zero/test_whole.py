@@ -13,6 +13,7 @@ from torch import nn, optim
 
 import zero
 import zero.planning
+from tests.support.generic import Wrapper
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.tiny import make_batch, make_model
 from tests.support.whole import (
@@ -27,6 +28,7 @@ from tests.support.whole import (
     train,
 )
 from zero.errors import ConfigError, PlanError
+from zero.muon import make_muon
 
 pytestmark = pytest.mark.nvme
 
@@ -120,6 +122,14 @@ class OwnCount(Declared):
         self.count += 1
 
 
+class SharedCount(Declared):
+    """Counts its steps in its state, for all parameters together."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.state["k"] = self.state.get("k", 0) + 1
+
+
 class CountedMomentum(optim.SGD):
     """Element-wise, and counts in its group."""
 
@@ -131,12 +141,25 @@ class CountedMomentum(optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("kind", "word"), [(GroupCount, "'k'"), (OwnCount, "'count'"), (CountedMomentum, "'k'")]
+    ("kind", "word"),
+    [(GroupCount, "'k'"), (OwnCount, "'count'"), (SharedCount, "'k'"), (CountedMomentum, "'k'")],
 )
 def test_counting_outside_of_the_state_is_refused(kind: Any, word: str, tmp_path: Path) -> None:
     model = make_model()
     given = kind(filled(model), lr=1e-2)
     with pytest.raises(ConfigError, match=rf"changes {word} .*keep it in its state"):
+        zero.initialize(model=model, optimizer=given, config=config("none", tmp_path))
+
+
+class WholeWrapper(Wrapper):
+    needs_whole_tensors = True
+
+
+@pytest.mark.parametrize("kind", [Wrapper, WholeWrapper])
+def test_a_wrapper_that_moves_nothing_is_refused(kind: Any, tmp_path: Path) -> None:
+    model = make_model()
+    given = kind(filled(model))
+    with pytest.raises(ConfigError, match=r"does nothing to the parameters .* pass that one"):
         zero.initialize(model=model, optimizer=given, config=config("none", tmp_path))
 
 
@@ -172,7 +195,8 @@ def test_muon_by_name_is_muon_and_adamw(scratch: Path) -> None:
     options["optimizer"] = {"type": "Muon", "params": parameters}
     model.embedding.weight.use_muon = False
     twin = make_model()
-    engine = zero.initialize(model=model, config=options)[0]
+    pairs = model.named_parameters()
+    engine = zero.initialize(model=model, model_parameters=pairs, config=options)[0]
     named = dict(twin.named_parameters())
     hidden = [p for n, p in named.items() if p.dim() == 2 and "embed" not in n]
     others = [p for p in filled(twin) if not any(p is each for each in hidden)]
@@ -189,6 +213,16 @@ def test_muon_by_name_is_muon_and_adamw(scratch: Path) -> None:
     assert engine.optimizer.fused.records.paged_bytes > 0
     assert far_from(engine, [each.detach() for each in twin.parameters()]) == 0.0
     engine.destroy()
+
+
+def test_groups_of_muon_differ_if_any_option_does() -> None:
+    first, second = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+    for given in ([first, {"params": [second]}], [("a", first), ("b", second)]):
+        assert len(make_muon({}, given, {}).param_groups) == 1
+    for more in ({"name": "b"}, {"params": [("b", second)], "name": "b"}):
+        group = {"params": [second], **more}
+        for given in ([{"params": [first]}, group], [group, {"params": [first]}]):
+            assert len(make_muon({}, given, {}).param_groups) == 2
 
 
 GROWN = {
