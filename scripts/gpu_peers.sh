@@ -3,8 +3,9 @@
 # the GPU benchmark on both sides.
 #
 #     scripts/gpu_peers.sh OUT SECONDS [GROUP ...]    groups of gpu_suite.py: host nvme lossy param torch
+#     scripts/gpu_peers.sh OUT SECONDS kernels        kernel_bench.py beside DeepSpeed's CPU Adam
 #
-# OUT.tgz is written anew after each row. The folder .peer holds what DeepSpeed needs there:
+# OUT.tgz is written anew after each row; kernels writes OUT.json. The folder .peer holds what DeepSpeed needs there:
 #     ds.tgz        its unpacked source distribution: deepspeed csrc op_builder accelerator version.txt
 #     aio/include, aio/lib    libaio.h and libaio.so
 #     whl           wheels of what that machine's Python lacks
@@ -43,6 +44,19 @@ prepare_peer() {
   touch "$made/ready"
 }
 
+# An interpreter that has DeepSpeed, and the operators as they were compiled: for CUDA if there is
+# a GPU.
+write_peer_python() {
+  local accelerator
+  accelerator=$(python3 -c "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')")
+  cat >"$made/python" <<PYTHON
+#!/usr/bin/env bash
+export PYTHONPATH=$made/ds:$made/site DS_ACCELERATOR=$accelerator
+exec $(command -v python3) "\$@"
+PYTHON
+  chmod +x "$made/python"
+}
+
 begin=$SECONDS
 jobs=()
 if [[ ! -e $made/ready ]]; then
@@ -58,6 +72,12 @@ for job in "${jobs[@]}"; do
 done
 echo "prepared in $((SECONDS - begin)) s"
 
+if [[ ${1:-} == kernels ]]; then
+  write_peer_python
+  export PYTHONPATH=$PWD/.device-site PYTHONUNBUFFERED=1
+  exec timeout "$seconds" python3 scripts/kernel_bench.py --rounds 7 --json "$out.json" \
+    --peer "$made/python"
+fi
 export PYTHONPATH=$PWD/.device-site:$made/ds:$made/site PYTHONUNBUFFERED=1
 exec python3 scripts/gpu_suite.py --program "$peer/program.py" \
   --torch-program "$peer/torch.py" --out "$out" \

@@ -56,24 +56,24 @@ class Ours:
 
 GROUPS: dict[str, tuple[Peer | Ours, ...]] = {
     "host": (
-        Peer("host", "cpu", 6, 35),
-        Ours("host-exact", "host", 20),
+        Peer("host", "cpu", 6, 55),
+        Ours("host-exact", "host", 25),
         Ours("host-compact", "host", 22),
     ),
     "nvme": (
-        Peer("nvme", "nvme", 4, 115),
-        Ours("nvme-fits-exact", "nvme", 18),
-        Ours("nvme-4gb-exact", "nvme", 50),
-        Ours("nvme-4gb-compact", "nvme", 22),
+        Peer("nvme", "nvme", 4, 125),
+        Ours("nvme-fits-exact", "nvme", 22),
+        Ours("nvme-4gb-exact", "nvme", 70),
+        Ours("nvme-4gb-compact", "nvme", 40),
     ),
     "torch": (
         Peer("floor", "gpu", 6, 30, is_torch=True),
         Peer("fsdp2", "fsdp2", 6, 60, is_torch=True),
     ),
-    "lossy": (Peer("nvme-lossy", "nvme", 4, 80, {"BF16": json.dumps(_LOSSY)}),),
+    "lossy": (Peer("nvme-lossy", "nvme", 4, 90, {"BF16": json.dumps(_LOSSY)}),),
     "param": (
         Peer("param", "nvme_param", 4, 155, {"CKPT": "1", "PBUFS": "60", "PBUF": "7e7"}),
-        Ours("all-nvme-4gb-exact", "param", 65),
+        Ours("all-nvme-4gb-exact", "param", 105),
         Ours("all-nvme-4gb-compact", "param", 40),
     ),
     "ours": (Ours("all-nvme-4gb-compact", "", 40), Ours("all-nvme-4gb-exact", "", 65)),

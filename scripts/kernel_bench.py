@@ -53,6 +53,9 @@ HYPERPARAMETERS: dict[str, Any] = {
     "weight_decay": 0.01,
 }
 KEY = RoundingKey.derive(0, 1, "benchmark", 0)
+REST_SECONDS = 0.1
+"""Before a turn on the host. The threads of torch's OpenMP wait actively for the next loop, for
+some ten milliseconds; a kernel on threads of its own would share the cores with them."""
 CASES = {
     "fp32 parameters": (ElementType.FP32, StateFormat.FP32),
     "fp32": (ElementType.BF16, StateFormat.FP32),
@@ -255,7 +258,9 @@ def device_copy(size_bytes: int) -> Try:
     return Try(partial(timed_on_device, partial(target.copy_, source)), 2 * size_bytes, 0)
 
 
-def by_turns(tries: dict[str, Try], rounds: int) -> dict[str, dict[str, float]]:
+def by_turns(
+    tries: dict[str, Try], rounds: int, rest_seconds: float = 0.0
+) -> dict[str, dict[str, float]]:
     """Time each `rounds` times, each round starting with another; return medians and spreads."""
     seconds: dict[str, list[float]] = {name: [] for name in tries}
     for each in tries.values():
@@ -264,6 +269,7 @@ def by_turns(tries: dict[str, Try], rounds: int) -> dict[str, dict[str, float]]:
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
+            time.sleep(rest_seconds)
             seconds[name].append(tries[name].run())
     found = {}
     for name, each in tries.items():
@@ -298,7 +304,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "threads": threads,
         "torch": torch.__version__,
         "numel": options.numel,
-        "host": by_turns(tries, options.rounds),
+        "host": by_turns(tries, options.rounds, REST_SECONDS),
     }
     if peer is not None:
         peer.close()

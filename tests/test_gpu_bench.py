@@ -93,7 +93,7 @@ def test_a_suite_says_what_failed_and_what_was_left_out(scratch: Path) -> None:
     )
     lines = done.stdout.splitlines()
     assert lines[0].startswith("peer-nvme-lossy: failed with ")
-    assert any(line.startswith("peer-nvme: left out, 115 s expected") for line in lines)
+    assert any(line.startswith("peer-nvme: left out, 125 s expected") for line in lines)
     assert (scratch / "out.tgz").stat().st_size > 0
 
 
