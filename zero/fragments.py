@@ -15,7 +15,7 @@ from torch import nn
 
 from offload import Field, ShardReader
 from zero.errors import ShardedAccessError
-from zero.named_states import find_state
+from zero.named_states import find_kept_state, find_state
 from zero.parameter import reference_of
 from zero.source import ShardSource, StoreSource
 
@@ -37,12 +37,15 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     """Return "fp32_param" of a parameter, or a state by its name in torch, or None; a collective.
 
     What an optimizer of whole tensors keeps has the shape that it gave it; a number is a tensor of
-    one element. None of it is there before the first step.
+    one element. None of it is there before the first step. "exp_avg" and "exp_avg_sq" are None
+    where the optimizer keeps no such moment.
 
     Raises:
-        KeyError: naming the states that there are.
+        KeyError: naming the states that there are, if it is another name.
     """
-    found = find_state(_source(param), optim_state_key)
+    found = find_kept_state(_source(param), optim_state_key)
+    if found is None:
+        return None
     return _get_full(param, found) if isinstance(found, Field) else found.get_full()
 
 
@@ -90,7 +93,9 @@ def safe_get_local_optimizer_state(
 
     What an optimizer of whole tensors keeps is the piece of the owner, and of nobody else.
     """
-    found = find_state(_source(param), optim_state_key)
+    found = find_kept_state(_source(param), optim_state_key)
+    if found is None:
+        return None
     return _get_local(param, found) if isinstance(found, Field) else found.get_local()
 
 

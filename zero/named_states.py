@@ -58,6 +58,22 @@ def find_state(source: ShardSource, key: str) -> Field | OwnedState:
     return _MASTER.get(key, state) if key in names else _field(source, key, {}, names)
 
 
+def find_kept_state(source: ShardSource, key: str) -> Field | OwnedState | None:
+    """Return where the state of a name is, or None for a moment that the optimizer does not keep.
+
+    Programs ask for `exp_avg` and `exp_avg_sq` whatever the optimizer is.
+
+    Raises:
+        KeyError: naming the states that there are, if it is neither.
+    """
+    try:
+        return find_state(source, key)
+    except KeyError:
+        if key in MOMENTS:
+            return None
+        raise
+
+
 def _field(
     source: ShardSource, key: str, fields: Mapping[str, Field], names: set[str] | None = None
 ) -> Field:

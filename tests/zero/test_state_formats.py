@@ -151,6 +151,9 @@ def test_a_moment_that_the_optimizer_does_not_keep_is_absent() -> None:
     weight = engine.module.blocks[0].up.weight
     assert zero.safe_get_full_optimizer_state(weight, "exp_avg").abs().max() > 0
     assert zero.safe_get_full_optimizer_state(weight, "exp_avg_sq") is None
+    assert zero.safe_get_local_optimizer_state(weight, "exp_avg_sq") is None
+    with pytest.raises(KeyError, match=r"'exp_avg_sq' is not kept of .*up.weight; there are"):
+        zero.safe_set_full_optimizer_state(weight, torch.zeros(weight.shape), "exp_avg_sq")
     engine.destroy()
 
 
