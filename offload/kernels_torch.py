@@ -5,7 +5,7 @@ See [Note: device kernels] in offload/kernels_device.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import assert_never
 
 import torch
@@ -24,14 +24,17 @@ from offload.codes import (
 from offload.kernel_calls import Kept, UpdateCalls
 from offload.kernels import BLOCK_NUMEL, LANE_COUNT
 from offload.kernels_device import (
+    PartsAndGradients,
     check_device_update,
     check_fp16,
     check_join,
     check_norm,
     check_split,
+    update_one_by_one,
 )
 from offload.operands import StateArrays
 from offload.rules import UpdateScalars
+from offload.update_parts import GroupParts
 
 _CHUNK_NUMEL = 1 << 22
 _SIGN_BIT = -0x8000_0000
@@ -298,6 +301,24 @@ class TorchDeviceKernels(UpdateCalls):
         for chunk in _chunks(param.numel()):
             here = key.after(chunk.start) if key is not None else None
             _update_chunk(kept, (param[chunk], grad[chunk]), state.part(chunk), scalars, here)
+
+    def prepare(
+        self, groups: Sequence[PartsAndGradients], device: torch.device
+    ) -> Sequence[GroupParts]:
+        """Return the parts of sub-groups as they are."""
+        del device  # nothing goes there
+        return [GroupParts(parts) for parts, _ in groups]
+
+    def update_parts(
+        self,
+        param: Tensor,
+        grads: Sequence[Tensor],
+        state: StateArrays,
+        scalars: UpdateScalars,
+        prepared: GroupParts,
+    ) -> None:
+        """Update the parts of one sub-group in place by the rule of the scalars."""
+        update_one_by_one(self, (param, grads), state, scalars, prepared.parts)
 
     def split_master(self, master: Tensor, param: Tensor, residual: Tensor) -> None:
         """Write each master as a bf16 parameter and its residual, a NaN made quiet first."""
