@@ -407,7 +407,7 @@ def update(
             bases = (m_base, v_base)
             _update_tile(here, bases, scalars, words, lanes, (None, None), KEPT, RULE)
             m_base, v_base = ahead
-    else:
+    elif start < whole:  # a part may have fewer tiles than the largest of its launch
         here, words = _from(arrays, key, start, TILE)
         bases = _bases(here, row, None, KEPT, RULE)
         _update_tile(here, bases, scalars, words, lanes, (None, None), KEPT, RULE)
