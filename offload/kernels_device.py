@@ -20,6 +20,7 @@ from torch import Tensor
 
 from offload.codes import RoundingKey
 from offload.kernel_calls import Kept, Operands, check_base_count, update_operands
+from offload.kernels import BLOCK_NUMEL
 from offload.operands import StateArrays
 from offload.rules import AdamWScalars, UpdateScalars
 from offload.update_parts import GroupParts, UpdatePart
@@ -114,6 +115,14 @@ class DeviceKernels(Protocol):
 
     def block_sums(self, values: Tensor, first_index: int) -> Tensor:
         """Return the fp64 sums of squares of the norm's blocks, shape [block], on the device."""
+
+    def block_sums_of(self, pieces: Sequence[tuple[Tensor, int]]) -> Tensor:
+        """Return the sums of blocks of several `(values, first index)`, one after another."""
+
+
+def block_count(numel: int, first_index: int) -> int:
+    """Return in how many of the norm's blocks elements from `first_index` on lie."""
+    return -(-(first_index % BLOCK_NUMEL + numel) // BLOCK_NUMEL) if numel else 0
 
 
 def add_block_sums(sums: npt.ArrayLike) -> float:

@@ -348,6 +348,10 @@ class TorchDeviceKernels(UpdateCalls):
         ]
         return torch.cat(sums) if sums else values.new_zeros(0, dtype=torch.float64)
 
+    def block_sums_of(self, pieces: Sequence[tuple[Tensor, int]]) -> Tensor:
+        """Return the sums of blocks of several `(values, first index)`, one after another."""
+        return torch.cat([self.block_sums(*each) for each in pieces])
+
 
 def _block_ranges(numel: int, first_index: int) -> Iterator[tuple[int, int]]:
     """Cut values into chunks that end where a block of the norm ends."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from offload.kernel_calls import Kept, UpdateCalls, kept_of
 from offload.kernels import BLOCK_NUMEL
 from offload.kernels_device import (
     PartsAndGradients,
+    block_count,
     check_device_parts,
     check_device_update,
     check_fp16,
@@ -40,11 +42,11 @@ from offload.kernels_device import (
     check_split,
     update_one_by_one,
 )
+from offload.launches import Launch, alike, offsets_from_first, on_device, prepare_launches
 from offload.operands import StateArrays
 from offload.rules import UpdateScalars
 from offload.triton_numbers import bf16_of, fp16_of, joined, quiet, widened
 from offload.triton_update import update
-from offload.update_launches import Launch, prepare_launches
 from offload.update_parts import GroupParts
 
 _OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
@@ -101,8 +103,7 @@ def _fold(lanes, HALF: tl.constexpr):
 
 
 @triton.jit
-def _block_sums(values, sums, lead, numel):
-    block = tl.program_id(0).to(tl.int64)
+def _block_sum(values, lead, numel, block):
     lane = tl.arange(0, 64)
     lanes = tl.zeros((64,), tl.float64)
     for row in range(64):
@@ -110,8 +111,27 @@ def _block_sums(values, sums, lead, numel):
         value = widened(tl.load(values + at, (at >= 0) & (at < numel), other=0.0)).to(tl.float64)
         lanes = lanes + value * value
     lanes = _fold(_fold(_fold(lanes, 32), 16), 8)
-    lanes = _fold(_fold(_fold(lanes, 4), 2), 1)
-    tl.store(sums + block + tl.arange(0, 1), lanes)
+    return _fold(_fold(_fold(lanes, 4), 2), 1)
+
+
+@triton.jit
+def _block_sums(values, sums, lead, numel):
+    block = tl.program_id(0).to(tl.int64)
+    tl.store(sums + block + tl.arange(0, 1), _block_sum(values, lead, numel, block))
+
+
+@triton.jit
+def _block_sums_of(values, sums, table):
+    """Sum the blocks of several pieces; a row has where one begins, its lead, its size and where
+    its sums begin."""
+    block = tl.program_id(0).to(tl.int64)
+    row = table + tl.program_id(1) * 4
+    start = tl.load(row)
+    lead = tl.load(row + 1)
+    numel = tl.load(row + 2)
+    if block * 4096 < lead + numel:
+        sums += tl.load(row + 3) + block
+        tl.store(sums + tl.arange(0, 1), _block_sum(values + start, lead, numel, block))
 
 
 def _launch(kernel: Any, *operands: Any, numel: int) -> None:
@@ -263,10 +283,36 @@ class TritonKernels(UpdateCalls):
     def block_sums(self, values: Tensor, first_index: int) -> Tensor:
         """Return the fp64 sums of squares of the norm's blocks, shape [block], on the device."""
         check_norm(values, first_index)
-        lead = first_index % BLOCK_NUMEL
-        count = triton.cdiv(lead + values.numel(), BLOCK_NUMEL) if values.numel() else 0
+        count = block_count(values.numel(), first_index)
         sums = torch.empty(count, dtype=torch.float64, device=values.device)
         if count:
+            lead = first_index % BLOCK_NUMEL
             with torch.cuda.device(values.get_device()):
                 _block_sums[(count,)](values, sums, lead, values.numel(), num_warps=2, **_OPTIONS)
+        return sums
+
+    def block_sums_of(self, pieces: Sequence[tuple[Tensor, int]]) -> Tensor:
+        """Return the sums of blocks of several `(values, first index)`, one after another."""
+        for values, first_index in pieces:
+            check_norm(values, first_index)
+        tensors = [values for values, _ in pieces]
+        starts = offsets_from_first(tensors) if len(pieces) > 1 else None
+        if starts is None:
+            return torch.cat([self.block_sums(*each) for each in pieces])
+        counts = [block_count(values.numel(), first) for values, first in pieces]
+        ends = itertools.accumulate(counts)
+        launches = list(alike([count * BLOCK_NUMEL for count in counts]))
+        rows = [
+            (start, first % BLOCK_NUMEL, values.numel(), end - count)
+            for (values, first), start, end, count in zip(pieces, starts, ends, counts, strict=True)
+        ]
+        origin = tensors[0]
+        table = on_device([rows[at] for each in launches for at in each], origin.device)
+        sums = torch.empty(sum(counts), dtype=torch.float64, device=origin.device)
+        with torch.cuda.device(origin.get_device()):
+            for each in launches:
+                grid = (counts[each[0]], len(each))
+                if grid[0]:
+                    _block_sums_of[grid](origin, sums, table, num_warps=2, **_OPTIONS)
+                table = table[len(each) :]
         return sums

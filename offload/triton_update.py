@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from offload import triton_adam, triton_codes
+from offload.launches import ROW_NUMEL
 from offload.triton_numbers import bf16_of, fp16_of, joined, sign_of, widened, with_one_nan
-from offload.update_launches import ROW_NUMEL
 
 # How the master of a parameter is kept.
 _OWN = tl.constexpr(0)

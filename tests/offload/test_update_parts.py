@@ -15,9 +15,9 @@ from estimators import CODE_BLOCK_NUMEL, ElementType, StateFormat, UpdateRule, r
 from offload import StateArrays
 from offload.arrays import numpy_dtype
 from offload.codes import RoundingKey
-from offload.kernels_device import load_device_kernels
+from offload.kernels_device import add_block_sums, block_count, load_device_kernels
+from offload.launches import alike, prepare_launches
 from offload.rules import AdamWScalars, LionScalars
-from offload.update_launches import alike, prepare_launches
 from offload.update_parts import GroupParts, UpdatePart
 from tests.support.device_kernels import to_array, to_tensor
 from tests.support.kernels import assert_same_bits, make_kernels, ordinary
@@ -131,12 +131,11 @@ def test_parts_at_once_have_the_bits_of_one_by_one(where, state_format, rule, ap
 
 @given(st.lists(st.integers(1, 1 << 24), min_size=1, max_size=60))
 def test_every_part_is_in_one_launch_and_few_programs_are_idle(numels) -> None:
-    parts = parts_of(numels, apart=True, lossy=False)
-    launches = [list(each) for each in alike(parts)]
-    assert sorted(part.piece for each in launches for part in each) == list(range(len(parts)))
+    launches = [list(each) for each in alike(numels)]
+    assert sorted(at for each in launches for at in each) == list(range(len(numels)))
     assert len(launches) <= 9
     for each in launches:
-        given_, needed = len(each) * each[0].numel, sum(part.numel for part in each)
+        given_, needed = len(each) * numels[each[0]], sum(numels[at] for at in each)
         assert given_ <= 8 * needed + (1 << 22)
 
 
@@ -182,6 +181,27 @@ def test_tables_of_several_sub_groups_are_parts_of_one() -> None:
     assert [len(each) for each in rows] == [3, 2]
     assert rows[0].untyped_storage().data_ptr() == rows[1].untyped_storage().data_ptr()
     assert rows[1][:, 2].tolist() == [64, 32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("where", WHERE, ids=lambda each: f"{each[0]}-{each[1]}")
+def test_squares_of_several_tensors_are_those_of_each(where, dtype) -> None:
+    device = torch.device(where[1])
+    kernels, host = load_device_kernels(device, where[0]), make_kernels("native", 1)
+    sizes = [(1, 0), (70_001, 5), (4096, 4096), (100, 4000), (0, 7), (300_000, 0), (64, 1)]
+    values = [
+        torch.from_numpy(ordinary(numel, at)).to(dtype) for at, (numel, _) in enumerate(sizes)
+    ]
+    firsts = [first for _, first in sizes]
+    sums = kernels.block_sums_of(
+        [(each.to(device), first) for each, first in zip(values, firsts, strict=True)]
+    )
+    counts = [block_count(numel, first) for numel, first in sizes]
+    assert sums.numel() == sum(counts)
+    for each, first, blocks in zip(values, firsts, sums.split(counts), strict=True):
+        expected = host.sum_squares(to_array(each), first)
+        assert add_block_sums(blocks.cpu()) == expected
+        assert expected > 0 or not each.numel()
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Which parts of sub-groups one launch updates, and the table that tells a launch where they are.
+"""What one launch of a kernel works on at once, and the table that tells it where that is.
 
 [Note: launches] The host issues a launch in about the time in which a few million elements are
 updated, and parameters have fewer. So the parts of a sub-group are updated at once: a launch has a
@@ -6,7 +6,7 @@ row of programs for each, as many as the largest needs, and a table on the devic
 begins in the sub-group and in its gradient (counted in elements from the first gradient of the
 sub-group, which lies anywhere), its size, and the words of its key. All tables of an update go
 there in one copy. Parts of very different sizes have launches of their own, so that few programs
-find nothing to do.
+find nothing to do. The squares of gradients, which a step begins with, are summed in the same way.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ def prepare_launches(groups: Sequence[PartsAndGradients], device: torch.device) 
         planned.append([])
         if starts is None:
             continue
-        for each in alike(parts):
-            planned[-1].append(each)
-            rows.extend(_row(part, starts[part.piece]) for part in each)
-    table = _on_device(rows, device)
+        for positions in alike([part.numel for part in parts]):
+            chosen = [parts[at] for at in positions]
+            planned[-1].append(chosen)
+            rows.extend(_row(part, starts[part.piece]) for part in chosen)
+    table = on_device(rows, device)
     found, end = [], 0
     for (parts, _), launches in zip(groups, planned, strict=True):
         made = []
@@ -66,16 +67,38 @@ def prepare_launches(groups: Sequence[PartsAndGradients], device: torch.device) 
     return found
 
 
-def alike(parts: Sequence[UpdatePart]) -> Iterator[Sequence[UpdatePart]]:
-    """Divide parts so that in each division programs for the largest are not too many for all."""
-    left = sorted(parts, key=lambda part: part.numel, reverse=True)
+def alike(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Divide positions so that in each division programs for the largest are not too many for all.
+
+    Args:
+        sizes: elements of what is at each position.
+    """
+    left = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
     while left:
-        largest = left[0].numel
+        largest = sizes[left[0]]
         count = len(left)
-        if count * largest > 2 * sum(part.numel for part in left) + _FEW_NUMEL:
-            count = sum(part.numel * _SPREAD > largest for part in left)
+        if count * largest > 2 * sum(sizes[at] for at in left) + _FEW_NUMEL:
+            count = sum(sizes[at] * _SPREAD > largest for at in left)
         yield left[:count]
         left = left[count:]
+
+
+def offsets_from_first(tensors: Sequence[Tensor]) -> Sequence[int] | None:
+    """Return where tensors begin, in elements from the first; None if types or addresses forbid."""
+    origin, size, dtype = tensors[0].data_ptr(), tensors[0].element_size(), tensors[0].dtype
+    addresses = [each.data_ptr() - origin for each in tensors]
+    is_fit = all(address % size == 0 for address in addresses)
+    if not is_fit or any(each.dtype is not dtype for each in tensors):
+        return None
+    return [address // size for address in addresses]
+
+
+def on_device(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """Return a table of int64, shape `[row, number]`, on a device; the host does not wait."""
+    table = torch.tensor(rows, dtype=torch.int64)
+    if device.type != "cuda" or not rows:
+        return table.to(device)
+    return table.pin_memory().to(device, non_blocking=True)
 
 
 def _gradient_starts(
@@ -88,25 +111,12 @@ def _gradient_starts(
         return None
     if grads is None:
         return (0,)
-    origin, size = grads[0].data_ptr(), grads[0].element_size()
-    addresses = [each.data_ptr() - origin for each in grads]
-    is_fit = all(
-        address % (_GRADIENT_MULTIPLE * size) == 0 and each.dtype is grads[0].dtype
-        for address, each in zip(addresses, grads, strict=True)
-    )
-    if origin % _ALIGNMENT_BYTES or not is_fit:
-        return None
-    return [address // size for address in addresses]
+    starts = offsets_from_first(grads)
+    is_odd = starts is None or any(start % _GRADIENT_MULTIPLE for start in starts)
+    return None if is_odd or grads[0].data_ptr() % _ALIGNMENT_BYTES else starts
 
 
 def _row(part: UpdatePart, gradient_start: int) -> tuple[int, ...]:
     key = part.key
     first, high = (key.first + key.low, key.high) if key is not None else (0, 0)
     return part.start, gradient_start + part.offset, part.numel, first & 0xFFFF_FFFF, high, 0
-
-
-def _on_device(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    table = torch.tensor(rows, dtype=torch.int64).view(-1, ROW_NUMEL)
-    if device.type != "cuda" or not rows:
-        return table.to(device)
-    return table.pin_memory().to(device, non_blocking=True)
