@@ -28,6 +28,8 @@ _GRADIENT_MULTIPLE = 8
 _ALIGNMENT_BYTES = 16
 _SPREAD = 8
 _FEW_NUMEL = 1 << 22
+_MOST_ROWS = 65_535
+"""As many rows of programs as a launch may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ def _alike(sizes: tuple[int, ...]) -> Sequence[Sequence[int]]:
         count = len(left)
         if count * largest > 2 * sum(sizes[at] for at in left) + _FEW_NUMEL:
             count = sum(sizes[at] * _SPREAD > largest for at in left)
+        count = min(count, _MOST_ROWS)
         divisions.append(left[:count])
         left = left[count:]
     return divisions
