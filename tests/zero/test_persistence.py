@@ -40,13 +40,20 @@ def settings(path: Path, threshold: int, total: int = sys.maxsize) -> dict[str, 
 
 
 def trained(
-    path: Path, rank: int, threshold: int, total: int = sys.maxsize, *, tier: str = "nvme"
+    path: Path,
+    rank: int,
+    threshold: int,
+    total: int = sys.maxsize,
+    *,
+    tier: str = "nvme",
+    update_device: str = "auto",
 ) -> dict[str, Any]:
     """Train a little, and return the bits of everything and what a step has moved."""
     config = settings(path, threshold, total)
     config["zero_optimization"]["offload_param"]["device"] = tier
     config["zero_optimization"]["offload_optimizer"]["device"] = tier
     config["tiers"]["host_memory"] = "400KB" if tier == "nvme" else "100MB"
+    config["tiers"]["update_device"] = update_device
     engine, _, _, _ = zero.initialize(model=make_model(), config=config)
     plan = engine.plan.memory
     for step in range(STEPS):
