@@ -203,14 +203,16 @@ def sub_group_cap(request: PlacementRequest, segment: SegmentSpec) -> int:
     shard_numel = segment.layout(request.world_size).shard_numel
     cap = min(request.sub_group_numel, shard_numel)
     if not request.device_is_host and segment.trainable and request.trains:
-        sizes = section_bytes(request, segment, SHARD_ALIGNMENT_NUMEL)
+        # Of many elements, beside which the padding of a record's fields is nothing.
+        sizes = section_bytes(request, segment, STAGED_BYTES)
         lowest = lowest_tiers(request, segment)
-        line_bytes = sum(
+        staged = sum(
             size
             for section, size in sizes.items()
             if (lowest[section] is Tier.DEVICE) is not request.update_on_device
         )
-        cap = min(cap, STAGED_BYTES // (line_bytes or sum(sizes.values())) * SHARD_ALIGNMENT_NUMEL)
+        most = STAGED_BYTES**2 // (staged or sum(sizes.values()))
+        cap = min(cap, most // SHARD_ALIGNMENT_NUMEL * SHARD_ALIGNMENT_NUMEL)
     return max(cap, SHARD_ALIGNMENT_NUMEL)
 
 

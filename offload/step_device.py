@@ -19,8 +19,10 @@ import torch
 from estimators import Section, SubGroup
 from estimators.records import DEVICE_BUFFER_COUNT
 from offload.device import PASSED, DeviceMemory, Fence, Memory, elements_at, last_of
+from offload.kernels_device import PartsAndGradients
 from offload.slots import Slot
-from offload.state import state_tensors
+from offload.state import kernel_scalars, state_tensors
+from offload.update_parts import GroupParts
 from offload.update_pass import UpdatePass
 
 _CHANGED = (Section.PARAMETER, Section.STATE)
@@ -62,9 +64,11 @@ class StreamedUpdate:
         self._next_buffer = 0
         self._coming: collections.deque[_Staged] = collections.deque()
         self._last_out: Fence = PASSED
+        self._parts: dict[int, GroupParts] = {}
 
     def run(self, groups: Sequence[SubGroup], lend: Lend) -> Fence:
         """Update sub-groups in order; the fence is behind all that is copied out."""
+        self._prepare(groups)
         for position, group in enumerate(groups):
             slot = lend(position)
             if slot is not None:
@@ -79,6 +83,20 @@ class StreamedUpdate:
         for fence in self._free_after:
             self._store.device.join(fence)  # the buffers are freed now
         return self._last_out
+
+    def _prepare(self, groups: Sequence[SubGroup]) -> None:
+        wanted: list[PartsAndGradients] = []
+        for group in groups:
+            pieces = self._pieces_of(group.segment)
+            if pieces is None:
+                wanted.append((self._pass.parts_of(group, [(group.start, group.numel)]), None))
+            else:
+                spans = [(start, len(each)) for start, each in pieces]
+                parts = self._pass.parts_of(group, spans)
+                wanted.append((parts, [each for _, each in pieces]))
+        store = self._store
+        prepared = store.device_kernels.prepare(wanted, store.device.torch_device)
+        self._parts = {group.index: each for group, each in zip(groups, prepared, strict=True)}
 
     def _finish_coming(self) -> None:
         while self._coming:
@@ -148,7 +166,10 @@ class StreamedUpdate:
         if pieces is None:
             gradient = elements_at(staged.memory[Section.GRADIENT], spec.gradient, group.numel)
             pieces = [(group.start, gradient)]
-        self._pass.update(store.device_kernels, group, (parameter, state), pieces)
+        gradients = [each for _, each in pieces]
+        scalars = kernel_scalars(self._pass.scalars_of(group))
+        prepared = self._parts[group.index]
+        store.device_kernels.update_parts(parameter, gradients, state, scalars, prepared)
         for section in _CHANGED:
             memory: Memory = store.section_memory(group, section, staged.slot)
             if not isinstance(memory, DeviceMemory):
