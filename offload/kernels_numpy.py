@@ -13,7 +13,6 @@ import numpy.typing as npt
 from estimators import StateField, UpdateRule
 from offload.codes import (
     MASTER_BITS,
-    SIGNED_LOWEST,
     SIGNED_SHIFT,
     UNSIGNED_LOWEST,
     UNSIGNED_SHIFT,
@@ -188,7 +187,7 @@ def _update_compact(
     words = random_words(key, param.size)
     param[:], state.residual[:] = split_short(master, _field(words, 0, MASTER_BITS))
     if working.exp_avg is not None:
-        noise = _field(words, SIGNED_LOWEST, SIGNED_SHIFT)
+        noise = _field(words, 0, SIGNED_SHIFT)
         state.exp_avg[:], state.exp_avg_base[:] = encode_signed(working.exp_avg, noise)
     if working.exp_avg_sq is not None:
         noise = _field(words, UNSIGNED_LOWEST, UNSIGNED_SHIFT)

@@ -19,7 +19,6 @@ from offload.codes import (
     MULTIPLIERS,
     OTHER_MULTIPLIERS,
     SIGNED_CODES,
-    SIGNED_LOWEST,
     SIGNED_SHIFT,
     UNSIGNED_CODES,
     UNSIGNED_LOWEST,
@@ -158,7 +157,7 @@ def _random_words(key: RoundingKey, like: Tensor) -> Tensor:
     lead = key.first % GROUP_NUMEL
     count = -(-(lead + like.numel()) // GROUP_NUMEL)
     groups = torch.arange(count, dtype=torch.int64, device=like.device)
-    x = (groups + key.first // GROUP_NUMEL + key.low) & 0xFFFF_FFFF
+    x = (groups + key.group_word) & 0xFFFF_FFFF
     x = _product(x ^ (x >> 16), MULTIPLIERS[0])
     x = _product(x ^ (x >> 15) ^ key.high, MULTIPLIERS[1])
     x = _product(x ^ (x >> 16), MULTIPLIERS[2])
@@ -213,8 +212,7 @@ def _decoded_signed(codes: Tensor, bases: Tensor) -> Tensor:
 
 
 def _decoded_unsigned(codes: Tensor, bases: Tensor) -> Tensor:
-    wide = codes.int()
-    upper = torch.where(wide != 0, _spread(bases, codes.numel()) + wide, 0)
+    upper = _spread(bases, codes.numel()) + codes.int()
     return (upper << UNSIGNED_SHIFT).view(torch.float32)
 
 
@@ -231,8 +229,7 @@ def _encode_unsigned(values: Tensor, noise: Tensor, codes: Tensor, bases: Tensor
     bits = _wide_bits(values) & _MAGNITUDE_BITS
     blocks = _blocks((bits + noise) >> UNSIGNED_SHIFT)
     base = (blocks.amax(dim=1) - UNSIGNED_CODES).clamp(min=0)
-    least = (blocks != 0).long()
-    codes.copy_(torch.maximum(blocks - base[:, None], least).flatten()[: values.numel()])
+    codes.copy_((blocks - base[:, None]).clamp(min=0).flatten()[: values.numel()])
     bases.view(torch.int16).copy_(base)
 
 
@@ -253,7 +250,7 @@ def _update_compact(
     param.view(torch.int16).copy_((shorter + 0x80) >> 8)
     state.residual.copy_(shorter)
     if moved.exp_avg is not None:
-        bits = _field(words, SIGNED_LOWEST, SIGNED_SHIFT)
+        bits = _field(words, 0, SIGNED_SHIFT)
         _encode_signed(moved.exp_avg, bits, state.exp_avg, state.exp_avg_base)
     if moved.exp_avg_sq is not None:
         bits = _field(words, UNSIGNED_LOWEST, UNSIGNED_SHIFT)

@@ -105,7 +105,7 @@ TIERZERO_INLINE float decoded_signed(uint32_t code, uint32_t base) {
 }
 
 TIERZERO_INLINE float decoded_unsigned(uint32_t code, uint32_t base) {
-  return std::bit_cast<float>(code == 0 ? 0 : (base + code) << 19);
+  return std::bit_cast<float>((base + code) << 19);
 }
 
 // Updates up to 32 elements; a whole block has a count that the compiler knows.
@@ -141,7 +141,7 @@ TIERZERO_INLINE void update_block(uint16_t* __restrict param,
     residual[i] = static_cast<int8_t>(shorter & 0xFF);
     const auto m = std::bit_cast<uint32_t>(with_one_nan(result.exp_avg));
     block.signs[i] = m >> 31;
-    block.signed_u[i] = ((m & kMagnitude) + ((word >> 1) & 0xF'FFFF)) >> 20;
+    block.signed_u[i] = ((m & kMagnitude) + (word & 0xF'FFFF)) >> 20;
     const auto v = std::bit_cast<uint32_t>(with_one_nan(result.exp_avg_sq)) & kMagnitude;
     block.unsigned_u[i] = (v + (word >> 13)) >> 19;
   }
@@ -156,8 +156,7 @@ TIERZERO_INLINE void update_block(uint16_t* __restrict param,
   if constexpr (Rule::kHasExpAvgSq) {
     const uint32_t base = base_of(greatest(block.unsigned_u, count), 0xFF);
     for (size_t i = 0; i < count; ++i) {
-      const uint32_t least = base + std::min(block.unsigned_u[i], 1U);
-      const uint32_t code = std::max(block.unsigned_u[i], least) - base;
+      const uint32_t code = std::max(block.unsigned_u[i], base) - base;
       v_codes[i] = static_cast<uint8_t>(code);
     }
     *v_base = static_cast<uint16_t>(base);

@@ -275,7 +275,7 @@ def fields_of(words: np.ndarray) -> dict[str, np.ndarray]:
     """Return what each stored number is rounded with, scaled to [0, 1)."""
     return {
         "master": (words & 0xFF) / 2**8,
-        "exp_avg": (words >> 1 & 0xFFFFF) / 2**20,
+        "exp_avg": (words & 0xFFFFF) / 2**20,
         "exp_avg_sq": (words >> 13) / 2**19,
         "bf16 exp_avg": (words & 0xFFFF) / 2**16,
     }
