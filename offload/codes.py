@@ -19,10 +19,11 @@ exactly). Values set by a user are rounded to nearest.
 32-bit arithmetic. Eight elements, from a multiple of 8 on, share two mixed words, `x` of
 `number >> 3` and the key, and `y` of `x`; the word of an element is `x * FACTORS[number & 7] + y`.
 Any two of the eight words are as good as independent, because no two factors are equal modulo 8.
-The key is a hash of seed, step and the parameter's name. So a replay, on any number of ranks, gives
-the same bits. `bf16` rounds exp_avg with the lower 16 bits of the word and exp_avg_sq with the upper.
-`compact` rounds the master with bits 0 to 7, exp_avg with bits 0 to 19, and exp_avg_sq with bits 13
-to 31: bits that two of them share are the lowest of one, where they decide one rounding in 4,096.
+The key is a hash of seed, step and the parameter's name. So a replay, on any number of ranks,
+gives the same bits. `bf16` rounds exp_avg with the lower 16 bits of the word and exp_avg_sq with
+the upper. `compact` rounds the master with bits 0 to 7, exp_avg with bits 0 to 19, and exp_avg_sq
+with bits 13 to 31: bits that two of them share are the lowest of one, where they decide one
+rounding in 4,096.
 """
 
 from __future__ import annotations

@@ -152,8 +152,8 @@ def update_operands(
         raise TypeError(f"key must be a RoundingKey in a lossy format, got {type(key).__name__}")
     if key is not None and key.first % CODE_BLOCK_NUMEL:
         raise ValueError(
-            f"an update in a lossy format must start at a multiple of {CODE_BLOCK_NUMEL} elements of"
-            f" its parameter, got key.first {key.first}; cut the parameter there"
+            f"an update in a lossy format must start at a multiple of {CODE_BLOCK_NUMEL} elements"
+            f" of its parameter, got key.first {key.first}; cut the parameter there"
         )
     written: Operands = {"param": (param, _PARAMS[kept])}
     written.update({name: (getattr(state, name), (kind,)) for name, kind in _WEIGHTS[kept]})

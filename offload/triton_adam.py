@@ -2,9 +2,9 @@
 
 [Note: quick division] `div.rn` and `sqrt.rn` are short sequences of approximation and correction,
 each behind a check whether its operands are ordinary, and a branch. Here the same sequences run
-without, four or eight elements at a time, and one check looks at all of them: the least magnitude of the new
-exp_avg that is not zero, and a sum that is NaN once anything was infinite or NaN. If it fails, they
-are computed again with `div.rn` and `sqrt.rn`. The bits are the same either way:
+without, four or eight elements at a time, and one check looks at all of them: the least magnitude
+of the new exp_avg that is not zero, and a sum that is NaN once anything was infinite or NaN. If it
+fails, they are computed again with `div.rn` and `sqrt.rn`. The bits are the same either way:
 
 - The second moment is scaled by 2^94 before its root, so that the least is in range and more than
   2^34 is infinite. 2^-100 is added, which a float not zero does not see and which makes a root of 0

@@ -102,11 +102,11 @@ def _load_moments(moments, bases, where, inside, is_block, one, RULE: tl.constex
         v_code = tl.load(moments[1] + lane, inside)
         v_base = tl.load(bases[1] + block, is_block).to(tl.int32) << 19
     m_base = tl.expand_dims(m_base | (m_base << 16), 1)
-    operands = [m_code, v_code, m_base, tl.expand_dims(v_base, 1)]
+    v_base = tl.expand_dims(v_base, 1)
     return tl.inline_asm_elementwise(
         _DECODE[0],
         _DECODE[1],
-        operands + [one << 4, one << 16, one << 19],
+        [m_code, v_code, m_base, v_base, one << 4, one << 16, one << 19],
         dtype=(tl.float32, tl.float32),
         is_pure=True,
         pack=MANY,
@@ -132,33 +132,22 @@ def _store_moments(moments, bases, halves, where, inside, is_block, one, RULE: t
     )
     if has_exp_avg(RULE):
         operands = [m_half, tl.expand_dims(m_below, 1), one << 4]
-        tl.store(
-            moments[0] + lane,
-            tl.inline_asm_elementwise(
-                _ENCODE_SIGNED[0],
-                _ENCODE_SIGNED[1],
-                operands,
-                dtype=tl.uint8,
-                is_pure=True,
-                pack=MANY,
-            ),
-            inside,
+        codes = tl.inline_asm_elementwise(
+            _ENCODE_SIGNED[0], _ENCODE_SIGNED[1], operands, dtype=tl.uint8, is_pure=True, pack=MANY
         )
+        tl.store(moments[0] + lane, codes, inside)
         tl.store(bases[0] + block, m_base.to(tl.int16), is_block)
     if has_exp_avg_sq(RULE):
         operands = [v_half, tl.expand_dims(v_below, 1), one << 5]
-        tl.store(
-            moments[1] + lane,
-            tl.inline_asm_elementwise(
-                _ENCODE_UNSIGNED[0],
-                _ENCODE_UNSIGNED[1],
-                operands,
-                dtype=tl.uint8,
-                is_pure=True,
-                pack=MANY,
-            ),
-            inside,
+        codes = tl.inline_asm_elementwise(
+            _ENCODE_UNSIGNED[0],
+            _ENCODE_UNSIGNED[1],
+            operands,
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=MANY,
         )
+        tl.store(moments[1] + lane, codes, inside)
         tl.store(bases[1] + block, v_base.to(tl.int16), is_block)
 
 
@@ -197,8 +186,12 @@ def update_compact(arrays, scalars, key, left, RULE: tl.constexpr, TILE: tl.cons
 
     x, y = group_words(word + group.to(tl.uint32), high)
     place = factors(tl.expand_dims(tl.arange(0, GROUP), 0))
-    bits = [each.to(tl.uint32, bitcast=True) for each in (p, m, v)]
-    operands = bits + [tl.expand_dims(x, 1), tl.expand_dims(y, 1), place, one]
+    p, m, v = (
+        p.to(tl.uint32, bitcast=True),
+        m.to(tl.uint32, bitcast=True),
+        v.to(tl.uint32, bitcast=True),
+    )
+    operands = [p, m, v, tl.expand_dims(x, 1), tl.expand_dims(y, 1), place, one]
     longer, m_half, v_half = tl.inline_asm_elementwise(
         _ROUND[0],
         _ROUND[1],

@@ -12,10 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -52,6 +55,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--read", type=Path, help="show results of --json instead of training")
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="runs at a time, each in a process of its own"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
 
@@ -100,35 +106,55 @@ def train(
     return torch.stack(losses).tolist(), optimizer
 
 
+def trained(name: str, seed: int, options: argparse.Namespace) -> dict[str, object]:
+    """Train one run and return its results as plain data."""
+    start = time.perf_counter()
+    text = load_text(options.text, options.sequence)
+    losses, optimizer = train(StateFormat(name), seed, batches(text, options, seed), options)
+    return {
+        "format": name,
+        "seed": seed,
+        "last_mean": statistics.fmean(losses[-LAST_STEPS:]),
+        "seconds": time.perf_counter() - start,
+        "parameters": sum(piece.parameter.numel() for piece in optimizer.pieces),
+        "state_bytes": optimizer.state_bytes,
+        "kernels": optimizer.kernels.name,
+        "losses": losses,
+    }
+
+
+def finished(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Yield runs as they end, as many at once as asked for."""
+    jobs = [(name, seed) for seed in range(options.seeds) for name in options.formats]
+    if options.at_once == 1:
+        for name, seed in jobs:
+            yield trained(name, seed, options)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.at_once, context) as pool:
+        pending = [pool.submit(trained, name, seed, options) for name, seed in jobs]
+        for each in as_completed(pending):
+            yield each.result()
+
+
 def study(options: argparse.Namespace, console: Console) -> dict[str, object]:
     """Run every format with every seed; return the results as plain data, written as they come."""
     text = load_text(options.text, options.sequence)
-    runs: list[dict[str, object]] = []
-    for seed in range(options.seeds):
-        data = batches(text, options, seed)
-        for name in options.formats:
-            start = time.perf_counter()
-            losses, optimizer = train(StateFormat(name), seed, data, options)
-            last = statistics.fmean(losses[-LAST_STEPS:])
-            seconds = time.perf_counter() - start
-            numel = sum(piece.parameter.numel() for piece in optimizer.pieces)
-            runs.append(
-                {
-                    "format": name,
-                    "seed": seed,
-                    "last_mean": last,
-                    "seconds": seconds,
-                    "parameters": numel,
-                    "state_bytes": optimizer.state_bytes,
-                    "kernels": optimizer.kernels.name,
-                    "losses": losses,
-                }
-            )
-            console.print(f"seed {seed}, {name}: {last:.5f} nats a byte in {seconds:.1f} s")
-        if options.json is not None:
-            results = describe(runs, text, options)
-            options.json.write_text(json.dumps(results), encoding="utf-8")
-    return describe(runs, text, options)
+    by_seed: dict[int, list[dict[str, object]]] = {seed: [] for seed in range(options.seeds)}
+    results: dict[str, object] = {}
+    for run in finished(options):
+        seed = int(str(run["seed"]))
+        by_seed[seed].append(run)
+        console.print(
+            f"seed {seed}, {run['format']}: {run['last_mean']:.5f} nats a byte"
+            f" in {run['seconds']:.1f} s"
+        )
+        if len(by_seed[seed]) == len(options.formats):
+            whole = [runs for runs in by_seed.values() if len(runs) == len(options.formats)]
+            results = describe([each for runs in whole for each in runs], text, options)
+            if options.json is not None:
+                options.json.write_text(json.dumps(results), encoding="utf-8")
+    return results
 
 
 def describe(
