@@ -6,7 +6,7 @@ and finds their greatest by itself; four threads have a block."""
 
 # Triton's language has no annotations that mypy could check.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,attr-defined"
-# ruff: noqa: ANN001, ANN201, ANN202, N803, RET505
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR1714, RET505, SIM109
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from offload import triton_codes
 from offload.triton_numbers import widened
-from offload.triton_rules import MANY, has_exp_avg, has_exp_avg_sq, moved, one_of
+from offload.triton_rules import ADAGRAD, ADAM, ADAMW, MANY, moved, one_of
 from offload.triton_words import GROUP, factors, group_words
 
 _BLOCK = tl.constexpr(32)
@@ -95,10 +95,10 @@ def _load_moments(moments, bases, where, inside, is_block, one, RULE: tl.constex
     v_code = m_code
     m_base = tl.zeros_like(block)
     v_base = m_base
-    if has_exp_avg(RULE):
+    if RULE != ADAGRAD:
         m_code = tl.load(moments[0] + lane, inside)
         m_base = tl.load(bases[0] + block, is_block).to(tl.int32) << 4
-    if has_exp_avg_sq(RULE):
+    if RULE == ADAMW or RULE == ADAM or RULE == ADAGRAD:
         v_code = tl.load(moments[1] + lane, inside)
         v_base = tl.load(bases[1] + block, is_block).to(tl.int32) << 19
     m_base = tl.expand_dims(m_base | (m_base << 16), 1)
@@ -130,14 +130,14 @@ def _store_moments(moments, bases, halves, where, inside, is_block, one, RULE: t
         is_pure=True,
         pack=1,
     )
-    if has_exp_avg(RULE):
+    if RULE != ADAGRAD:
         operands = [m_half, tl.expand_dims(m_below, 1), one << 4]
         codes = tl.inline_asm_elementwise(
             _ENCODE_SIGNED[0], _ENCODE_SIGNED[1], operands, dtype=tl.uint8, is_pure=True, pack=MANY
         )
         tl.store(moments[0] + lane, codes, inside)
         tl.store(bases[0] + block, m_base.to(tl.int16), is_block)
-    if has_exp_avg_sq(RULE):
+    if RULE == ADAMW or RULE == ADAM or RULE == ADAGRAD:
         operands = [v_half, tl.expand_dims(v_below, 1), one << 5]
         codes = tl.inline_asm_elementwise(
             _ENCODE_UNSIGNED[0],

@@ -32,18 +32,6 @@ _MANY_CONSTRAINTS = tl.constexpr(triton_adam.constraints(MANY.value))
 
 
 @triton.jit
-def has_exp_avg(RULE: tl.constexpr):
-    """Tell whether a rule keeps exp_avg."""
-    return RULE != ADAGRAD
-
-
-@triton.jit
-def has_exp_avg_sq(RULE: tl.constexpr):
-    """Tell whether a rule keeps exp_avg_sq."""
-    return RULE == ADAMW or RULE == ADAM or RULE == ADAGRAD
-
-
-@triton.jit
 def one_of(scalars):
     """Return a 1 that the compiler does not know; see [Note: one]."""
     return scalars[12].to(tl.uint32)

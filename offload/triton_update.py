@@ -15,7 +15,7 @@ import triton.language as tl
 from offload.launches import ROW_NUMEL
 from offload.triton_compact import update_compact
 from offload.triton_numbers import bf16_of, fp16_of, joined, widened
-from offload.triton_rules import FEW, has_exp_avg, has_exp_avg_sq, moved
+from offload.triton_rules import ADAGRAD, ADAM, ADAMW, FEW, moved
 from offload.triton_words import GROUP, factors, group_words
 
 # How the master of a parameter is kept.
@@ -79,18 +79,18 @@ def _update_tile(
     g = widened(tl.load(grad + lane, inside))
     m = tl.zeros_like(master)
     v = m
-    if has_exp_avg(RULE):
+    if RULE != ADAGRAD:
         m = widened(tl.load(exp_avg + lane, inside))
-    if has_exp_avg_sq(RULE):
+    if RULE == ADAMW or RULE == ADAM or RULE == ADAGRAD:
         v = widened(tl.load(exp_avg_sq + lane, inside))
     p, m, v = moved(master, m, v, g, scalars, RULE, FEW)
     if KEPT == _BF16:
         words = _random_words(lane, key)
         m = _rounded(m, words & 0xFFFF)
         v = _rounded(v, words >> 16)
-    if has_exp_avg(RULE):
+    if RULE != ADAGRAD:
         tl.store(exp_avg + lane, m, inside)
-    if has_exp_avg_sq(RULE):
+    if RULE == ADAMW or RULE == ADAM or RULE == ADAGRAD:
         tl.store(exp_avg_sq + lane, v, inside)
     _store_master(param, weight, lane, inside, p, KEPT)
 
