@@ -7,19 +7,23 @@ few bits below: the upper bits `u` of the magnitude, 3 bits of fraction for exp_
 exp_avg_sq. A block of 32 elements stores `base`, the greatest `u` less the greatest code (or 0),
 and for each element `u - base` in 7 bits and a sign, or in 8 bits. So a code is logarithmic, 16
 octaves lie between the least and the greatest, and what a block's codes stand for does not depend
-on its other elements. Below the least, exp_avg becomes zero; a positive exp_avg_sq becomes the
-least code, never zero: a zero there would make the step of a small gradient huge.
+on its other elements. Code 0 is a zero of exp_avg, which stands for all below the least; of
+exp_avg_sq it is the least, `base` itself, which is zero only where `base` is: a zero there would
+make the step of a small gradient huge.
 
 An update rounds stochastically: the random bits of the element are added below what is kept, and
 the sum is cut, so that on average nothing is lost (nothing is added to what is already kept
 exactly). Values set by a user are rounded to nearest.
 
 [Note: random bits] They are a function of a key and the element's number in its parameter, in
-32-bit arithmetic: `a = mix(mix(number + low) ^ high)`, `b = mix(a + 0x9E3779B9)`, with the mixing
-function below. The key is a hash of seed, step and the parameter's name. So a replay, on any number
-of ranks, gives the same bits. `bf16` rounds exp_avg with the lower 16 bits of a and exp_avg_sq with
-the upper; `compact` rounds the master with the lower 8 of a, exp_avg with the upper 20, and
-exp_avg_sq with the upper 19 of b.
+32-bit arithmetic. Eight elements, from a multiple of 8 on, share two mixed words, `x` of
+`number >> 3` and the key, and `y` of `x`; the word of an element is `x * FACTORS[number & 7] + y`.
+Any two of the eight words are as good as independent, because no two factors are equal modulo 8.
+The key is a hash of seed, step and the parameter's name. So a replay, on any number of ranks,
+gives the same bits. `bf16` rounds exp_avg with the lower 16 bits of the word and exp_avg_sq with
+the upper. `compact` rounds the master with bits 0 to 7, exp_avg with bits 0 to 19, and exp_avg_sq
+with bits 13 to 31: bits that two of them share are the lowest of one, where they decide one
+rounding in 4,096.
 """
 
 from __future__ import annotations
@@ -40,8 +44,18 @@ Bases = npt.NDArray[np.uint16]
 
 SIGNED_SHIFT, SIGNED_CODES = 20, 0x7F
 UNSIGNED_SHIFT, UNSIGNED_CODES = 19, 0xFF
-SECOND = 0x9E37_79B9
-MULTIPLIERS = (0x85EB_CA6B, 0xC2B2_AE35)
+MASTER_BITS = 8
+UNSIGNED_LOWEST = 13
+"""First of the bits of a word that exp_avg_sq is rounded with; of the others it is 0."""
+
+GROUP_NUMEL = 8
+"""Elements that share two mixed words."""
+FACTORS = (
+    *(0x9E37_79B8, 0x85EB_CA69, 0xC2B2_AE3A, 0x27D4_EB2B),
+    *(0x1656_67BC, 0xD3A2_646D, 0xFD70_46C6, 0xB55A_4F0F),
+)
+MULTIPLIERS = (0x7FEB_352D, 0x846C_A68B, 0x3184_8BAB)
+OTHER_MULTIPLIERS = (0xAC4C_1B51, 0x9E37_79B1)
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)
 _QUIET_NAN = np.uint32(0x7FC0_0000)
 
@@ -62,26 +76,40 @@ class RoundingKey:
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
         return cls(digest & 0xFFFF_FFFF, digest >> 32, first & 0xFFFF_FFFF)
 
+    @property
+    def group_word(self) -> int:
+        """Return what the words of the first group of elements are mixed from, besides `high`."""
+        return (self.first // GROUP_NUMEL + self.low) & 0xFFFF_FFFF
+
     def after(self, count: int) -> RoundingKey:
         """Return the key of the elements that come `count` later, with the same upper half."""
         return RoundingKey(self.low, self.high, (self.first + count) & 0xFFFF_FFFF)
 
 
-def _mixed(bits: Words) -> Words:
-    bits = bits ^ (bits >> np.uint32(16))
-    bits *= np.uint32(MULTIPLIERS[0])
-    bits ^= bits >> np.uint32(13)
-    bits *= np.uint32(MULTIPLIERS[1])
-    bits ^= bits >> np.uint32(16)
-    return bits
+def _group_words(groups: Words, high: int) -> tuple[Words, Words]:
+    """Return the two mixed words of each group, given as its number plus the lower key."""
+    x = groups ^ (groups >> np.uint32(16))
+    x *= np.uint32(MULTIPLIERS[0])
+    x ^= (x >> np.uint32(15)) ^ np.uint32(high)
+    x *= np.uint32(MULTIPLIERS[1])
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(MULTIPLIERS[2])
+    x ^= x >> np.uint32(15)
+    y = x * np.uint32(OTHER_MULTIPLIERS[0])
+    y ^= y >> np.uint32(14)
+    y *= np.uint32(OTHER_MULTIPLIERS[1])
+    y ^= y >> np.uint32(16)
+    return x, y
 
 
-def random_words(key: RoundingKey, numel: int) -> tuple[Words, Words]:
-    """Return the two random words of each element."""
-    numbers = np.arange(numel, dtype=np.uint32)
-    numbers += np.uint32((key.first + key.low) & 0xFFFF_FFFF)
-    first = _mixed(_mixed(numbers) ^ np.uint32(key.high))
-    return first, _mixed(first + np.uint32(SECOND))
+def random_words(key: RoundingKey, numel: int) -> Words:
+    """Return the random word of each element."""
+    lead = key.first % GROUP_NUMEL
+    groups = np.arange(-(-(lead + numel) // GROUP_NUMEL), dtype=np.uint32)
+    groups += np.uint32(key.group_word)
+    x, y = _group_words(groups, key.high)
+    words: Words = x[:, None] * np.array(FACTORS, np.uint32) + y[:, None]
+    return words.reshape(-1)[lead : lead + numel]
 
 
 def _bits_of(values: Fp32Array) -> Words:
@@ -143,8 +171,7 @@ def encode_unsigned(
     blocks = _by_block((bits + np.uint32(noise)) >> np.uint32(UNSIGNED_SHIFT))
     greatest = blocks.max(axis=1, initial=0)
     base = greatest - np.minimum(greatest, np.uint32(UNSIGNED_CODES))
-    least = base[:, None] + (_by_block(bits) != 0)
-    codes = (np.maximum(blocks, least) - base[:, None]).reshape(-1)[: values.size]
+    codes = (np.maximum(blocks, base[:, None]) - base[:, None]).reshape(-1)[: values.size]
     return codes.astype(np.uint8), base.astype(np.uint16)
 
 
@@ -159,8 +186,7 @@ def decode_signed(codes: Codes, bases: Bases) -> Fp32Array:
 
 def decode_unsigned(codes: Codes, bases: Bases) -> Fp32Array:
     """Return the exp_avg_sq that codes and bases stand for."""
-    wide = codes.astype(np.uint32)
-    upper = np.where(wide != 0, _spread(bases, codes.size) + wide, np.uint32(0))
+    upper = _spread(bases, codes.size) + codes
     return (upper << np.uint32(UNSIGNED_SHIFT)).view(np.float32)
 
 

@@ -144,11 +144,17 @@ def update_operands(
 
     Raises:
         TypeError: if the scalars, or the key of a lossy format, are not there.
+        ValueError: if the key starts inside a block.
     """
     if not isinstance(scalars, UpdateScalars):
         raise TypeError(f"scalars must be AdamWScalars or alike, got {type(scalars).__name__}")
     if kept in (Kept.BF16, Kept.COMPACT) and not isinstance(key, RoundingKey):
         raise TypeError(f"key must be a RoundingKey in a lossy format, got {type(key).__name__}")
+    if key is not None and key.first % CODE_BLOCK_NUMEL:
+        raise ValueError(
+            f"an update in a lossy format must start at a multiple of {CODE_BLOCK_NUMEL} elements"
+            f" of its parameter, got key.first {key.first}; cut the parameter there"
+        )
     written: Operands = {"param": (param, _PARAMS[kept])}
     written.update({name: (getattr(state, name), (kind,)) for name, kind in _WEIGHTS[kept]})
     bases: Operands = {}

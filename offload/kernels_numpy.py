@@ -12,9 +12,12 @@ import numpy.typing as npt
 
 from estimators import StateField, UpdateRule
 from offload.codes import (
+    MASTER_BITS,
     SIGNED_SHIFT,
+    UNSIGNED_LOWEST,
     UNSIGNED_SHIFT,
     RoundingKey,
+    Words,
     decode_signed,
     decode_unsigned,
     encode_signed,
@@ -156,12 +159,16 @@ def _update_bf16(
     moments = scalars.rule.moments
     working = StateArrays.of({moment: _widen(state.get(moment)) for moment in moments})
     _step(master, grad, working, scalars)
-    noise, _ = random_words(key, param.size)
+    noise = random_words(key, param.size)
     if working.exp_avg is not None:
         state.exp_avg[:] = to_bf16(working.exp_avg, noise & np.uint32(0xFFFF))
     if working.exp_avg_sq is not None:
         state.exp_avg_sq[:] = to_bf16(working.exp_avg_sq, noise >> np.uint32(16))
     _split_into(param, state.residual, master)
+
+
+def _field(words: Words, lowest: int, count: int) -> Words:
+    return (words >> np.uint32(lowest)) & np.uint32((1 << count) - 1)
 
 
 def _update_compact(
@@ -177,13 +184,14 @@ def _update_compact(
         else None,
     )
     _step(master, grad, working, scalars)
-    noise, other_noise = random_words(key, param.size)
-    param[:], state.residual[:] = split_short(master, noise & np.uint32(0xFF))
+    words = random_words(key, param.size)
+    param[:], state.residual[:] = split_short(master, _field(words, 0, MASTER_BITS))
     if working.exp_avg is not None:
-        rounded = encode_signed(working.exp_avg, noise >> np.uint32(32 - SIGNED_SHIFT))
-        state.exp_avg[:], state.exp_avg_base[:] = rounded
+        noise = _field(words, 0, SIGNED_SHIFT)
+        state.exp_avg[:], state.exp_avg_base[:] = encode_signed(working.exp_avg, noise)
     if working.exp_avg_sq is not None:
-        rounded = encode_unsigned(working.exp_avg_sq, other_noise >> np.uint32(32 - UNSIGNED_SHIFT))
+        noise = _field(words, UNSIGNED_LOWEST, UNSIGNED_SHIFT)
+        rounded = encode_unsigned(working.exp_avg_sq, noise)
         state.exp_avg_sq[:], state.exp_avg_sq_base[:] = rounded
 
 

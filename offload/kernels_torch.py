@@ -13,11 +13,15 @@ from torch import Tensor
 
 from estimators import CODE_BLOCK_NUMEL, StateField, UpdateRule
 from offload.codes import (
+    FACTORS,
+    GROUP_NUMEL,
+    MASTER_BITS,
     MULTIPLIERS,
-    SECOND,
+    OTHER_MULTIPLIERS,
     SIGNED_CODES,
     SIGNED_SHIFT,
     UNSIGNED_CODES,
+    UNSIGNED_LOWEST,
     UNSIGNED_SHIFT,
     RoundingKey,
 )
@@ -141,27 +145,33 @@ def _step(
     )
 
 
-def _mixed(words: Tensor) -> Tensor:
-    """Mix words below 2^32, held as int64 so that no product overflows."""
-    words = words ^ (words >> 16)
-    words = _product(words, MULTIPLIERS[0])
-    words = words ^ (words >> 13)
-    words = _product(words, MULTIPLIERS[1])
-    return words ^ (words >> 16)
-
-
-def _product(words: Tensor, factor: int) -> Tensor:
+def _product(words: Tensor, factor: Tensor | int) -> Tensor:
     """Return the lower 32 bits of a product, from halves whose products int64 holds."""
     low = (words & 0xFFFF) * factor
     high = (((words >> 16) * factor) & 0xFFFF) << 16
     return (low + high) & 0xFFFF_FFFF
 
 
-def _random_words(key: RoundingKey, like: Tensor) -> tuple[Tensor, Tensor]:
-    numbers = torch.arange(like.numel(), dtype=torch.int64, device=like.device)
-    numbers = (numbers + key.first + key.low) & 0xFFFF_FFFF
-    first = _mixed(_mixed(numbers) ^ key.high)
-    return first, _mixed((first + SECOND) & 0xFFFF_FFFF)
+def _random_words(key: RoundingKey, like: Tensor) -> Tensor:
+    """Return the random word of each element, held as int64 so that no product overflows."""
+    lead = key.first % GROUP_NUMEL
+    count = -(-(lead + like.numel()) // GROUP_NUMEL)
+    groups = torch.arange(count, dtype=torch.int64, device=like.device)
+    x = (groups + key.group_word) & 0xFFFF_FFFF
+    x = _product(x ^ (x >> 16), MULTIPLIERS[0])
+    x = _product(x ^ (x >> 15) ^ key.high, MULTIPLIERS[1])
+    x = _product(x ^ (x >> 16), MULTIPLIERS[2])
+    x = x ^ (x >> 15)
+    y = _product(x, OTHER_MULTIPLIERS[0])
+    y = _product(y ^ (y >> 14), OTHER_MULTIPLIERS[1])
+    y = y ^ (y >> 16)
+    factors = torch.tensor(FACTORS, dtype=torch.int64, device=like.device)
+    words = (_product(x[:, None], factors) + y[:, None]) & 0xFFFF_FFFF
+    return words.flatten()[lead : lead + like.numel()]
+
+
+def _field(words: Tensor, lowest: int, count: int) -> Tensor:
+    return (words >> lowest) & ((1 << count) - 1)
 
 
 def _wide_bits(values: Tensor) -> Tensor:
@@ -174,7 +184,7 @@ def _update_bf16(
 ) -> None:
     moments = StateArrays.of({each: state.get(each).float() for each in scalars.rule.moments})
     master, moved = _step(_joined(param, state.residual), grad, moments, scalars)
-    noise, _ = _random_words(key, param)
+    noise = _random_words(key, param)
     for target, values, bits in (
         (state.exp_avg, moved.exp_avg, noise & 0xFFFF),
         (state.exp_avg_sq, moved.exp_avg_sq, noise >> 16),
@@ -202,8 +212,7 @@ def _decoded_signed(codes: Tensor, bases: Tensor) -> Tensor:
 
 
 def _decoded_unsigned(codes: Tensor, bases: Tensor) -> Tensor:
-    wide = codes.int()
-    upper = torch.where(wide != 0, _spread(bases, codes.numel()) + wide, 0)
+    upper = _spread(bases, codes.numel()) + codes.int()
     return (upper << UNSIGNED_SHIFT).view(torch.float32)
 
 
@@ -220,8 +229,7 @@ def _encode_unsigned(values: Tensor, noise: Tensor, codes: Tensor, bases: Tensor
     bits = _wide_bits(values) & _MAGNITUDE_BITS
     blocks = _blocks((bits + noise) >> UNSIGNED_SHIFT)
     base = (blocks.amax(dim=1) - UNSIGNED_CODES).clamp(min=0)
-    least = (_blocks(bits) != 0).long()
-    codes.copy_(torch.maximum(blocks - base[:, None], least).flatten()[: values.numel()])
+    codes.copy_((blocks - base[:, None]).clamp(min=0).flatten()[: values.numel()])
     bases.view(torch.int16).copy_(base)
 
 
@@ -237,15 +245,15 @@ def _update_compact(
     )
     kept = (param.view(torch.int16).int() << 16) + (state.residual.int() << 8)
     master, moved = _step(kept.view(torch.float32), grad, moments, scalars)
-    noise, other_noise = _random_words(key, param)
-    shorter = (_wide_bits(master) + (noise & 0xFF)) >> 8
+    words = _random_words(key, param)
+    shorter = (_wide_bits(master) + _field(words, 0, MASTER_BITS)) >> 8
     param.view(torch.int16).copy_((shorter + 0x80) >> 8)
     state.residual.copy_(shorter)
     if moved.exp_avg is not None:
-        bits = noise >> (32 - SIGNED_SHIFT)
+        bits = _field(words, 0, SIGNED_SHIFT)
         _encode_signed(moved.exp_avg, bits, state.exp_avg, state.exp_avg_base)
     if moved.exp_avg_sq is not None:
-        bits = other_noise >> (32 - UNSIGNED_SHIFT)
+        bits = _field(words, UNSIGNED_LOWEST, UNSIGNED_SHIFT)
         _encode_unsigned(moved.exp_avg_sq, bits, state.exp_avg_sq, state.exp_avg_sq_base)
 
 

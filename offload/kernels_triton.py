@@ -6,9 +6,10 @@ Imported only where CUDA and Triton are.
 functions from flushing denormals (`enable_reflect_ftz`); divisions and roots are the rounded ones,
 for AdamW and Adam by [Note: quick division].
 
-[Note: one] `compact` is bound by arithmetic, and of that by shifts, selections and additions of
-integers, which run at half the rate of products. So some of its sums are products with a 1, and
-some shifts products with a power of two, that the compiler does not know.
+[Note: one] `compact` has so much arithmetic that it takes as long as memory does, and of that
+shifts, selections and additions of integers run at half the rate of products. So some of its sums
+are products with a 1, and some shifts products with a power of two, that the compiler does not
+know.
 """
 
 # Triton's language has no annotations that mypy could check.
@@ -45,6 +46,7 @@ from offload.kernels_device import (
 from offload.launches import Launch, alike, offsets_from_first, on_device, prepare_launches
 from offload.operands import StateArrays
 from offload.rules import UpdateScalars
+from offload.triton_adam import derived_scalars
 from offload.triton_numbers import bf16_of, fp16_of, joined, quiet, widened
 from offload.triton_update import update
 from offload.update_parts import GroupParts
@@ -54,18 +56,16 @@ _OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "enable_reflect_ftz": Fal
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Shape:
-    """How a launch divides elements: those of a tile, and warps, registers and copies ahead."""
+    """How a launch divides elements: those of a tile, its warps, and most registers of a thread."""
 
     tile: int = 1024
     warps: int = 4
     registers: int | None = None
-    stages: int = 1
-    programs: int | None = None
-    """Most programs for each multiprocessor; None has one for every tile."""
 
 
 _PLAIN = _Shape()
-_SHAPES = {Kept.COMPACT: _Shape(tile=512, warps=1, registers=128, stages=3, programs=64)}
+_SHAPES = {Kept.COMPACT: _Shape(registers=64)}
+"""Of `compact`, a thread has the 8 elements of a group of [Note: random bits]."""
 
 _KEPT = {Kept.OWN: 0, Kept.EXACT: 1, Kept.BF16: 4, Kept.COMPACT: 5}
 """How the update kernel calls the ways to keep a master; those kept whole have 2 with bf16
@@ -148,36 +148,15 @@ def _launch_update(
 ) -> None:
     """Run the update on all elements: on whole tiles, then on what is left of each part."""
     arrays, numels = operands[0], launch.numels if launch is not None else operands[-1:]
-    device = arrays[0].device
     tiles = max(numels) // shape.tile
-    most = shape.programs * _processors(device) if shape.programs is not None else tiles
-    options = {**_OPTIONS, "num_warps": shape.warps}
-    if shape.registers is not None:
-        options["maxnreg"] = shape.registers
     table = launch.rows if launch is not None else None
+    options = {**_OPTIONS, "TILE": shape.tile, "num_warps": shape.warps}
+    whole = options if shape.registers is None else {**options, "maxnreg": shape.registers}
     with torch.cuda.device(arrays[0].get_device()):
         if tiles:
-            update[(min(tiles, most), len(numels))](
-                *operands,
-                table,
-                HOW=(*how, False),
-                SHAPE=(shape.tile, shape.stages),
-                **options,
-            )
+            update[(tiles, len(numels))](*operands, table, HOW=(*how, False), **whole)
         if any(numel % shape.tile for numel in numels):
-            update[(1, len(numels))](
-                *operands,
-                table,
-                HOW=(*how, True),
-                SHAPE=(shape.tile, 1),
-                num_warps=shape.warps,
-                **_OPTIONS,
-            )
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+            update[(1, len(numels))](*operands, table, HOW=(*how, True), **options)
 
 
 def _as_int32(word: int) -> int:
@@ -187,8 +166,9 @@ def _as_int32(word: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _values(scalars: UpdateScalars) -> tuple[float, ...]:
-    """Return the scalars of an update in order; a step has one set for each parameter group."""
-    return tuple(float(getattr(scalars, each.name)) for each in dataclasses.fields(scalars))
+    """Return the scalars of the update kernel; a step has one set for each parameter group."""
+    values = tuple(float(getattr(scalars, each.name)) for each in dataclasses.fields(scalars))
+    return *values, 1.0, *derived_scalars(scalars.bias_correction2_sqrt, scalars.eps)
 
 
 def _bases(state: StateArrays) -> tuple[Tensor | None, ...]:
@@ -233,10 +213,10 @@ class TritonKernels(UpdateCalls):
         key: RoundingKey | None,
     ) -> None:
         check_device_update(kept, (param, grad), state, scalars, key)
-        first, high = (key.first + key.low, key.high) if key is not None else (0, 0)
-        words = (_as_int32(first), _as_int32(high))
+        word, high = (key.group_word, key.high) if key is not None else (0, 0)
+        words = (_as_int32(word), _as_int32(high))
         arrays, how = _arrays(kept, (param, grad), state), _how(kept, param)
-        operands = (arrays, (*_values(scalars), 1.0), *words, param.numel())
+        operands = (arrays, _values(scalars), *words, param.numel())
         _launch_update(operands, _SHAPES.get(kept, _PLAIN), (how, scalars.rule_number))
 
     def prepare(
@@ -260,7 +240,7 @@ class TritonKernels(UpdateCalls):
         kept = kept_of(state)
         check_device_parts(kept, (param, grads), state, scalars, prepared.parts)
         arrays, how = _arrays(kept, (param, grads[0]), state), _how(kept, param)
-        operands = (arrays, (*_values(scalars), 1.0), 0, 0, 0)
+        operands = (arrays, _values(scalars), 0, 0, 0)
         for launch in prepared.launches:
             shape = _SHAPES.get(kept, _PLAIN)
             _launch_update(operands, shape, (how, scalars.rule_number), launch)

@@ -131,5 +131,5 @@ def _gradient_starts(
 
 def _row(part: UpdatePart, gradient_start: int) -> tuple[int, ...]:
     key = part.key
-    first, high = (key.first + key.low, key.high) if key is not None else (0, 0)
-    return part.start, gradient_start + part.offset, part.numel, first & 0xFFFF_FFFF, high, 0
+    word, high = (key.group_word, key.high) if key is not None else (0, 0)
+    return part.start, gradient_start + part.offset, part.numel, word, high, 0

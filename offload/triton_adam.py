@@ -2,9 +2,9 @@
 
 [Note: quick division] `div.rn` and `sqrt.rn` are short sequences of approximation and correction,
 each behind a check whether its operands are ordinary, and a branch. Here the same sequences run
-without, four elements at a time, and one check looks at all of them: the least magnitude of the new
-exp_avg that is not zero, and a sum that is NaN once anything was infinite or NaN. If it fails, the
-four are computed again with `div.rn` and `sqrt.rn`. The bits are the same either way:
+without, four or eight elements at a time, and one check looks at all of them: the least magnitude
+of the new exp_avg that is not zero, and a sum that is NaN once anything was infinite or NaN. If it
+fails, they are computed again with `div.rn` and `sqrt.rn`. The bits are the same either way:
 
 - The second moment is scaled by 2^94 before its root, so that the least is in range and more than
   2^34 is infinite. 2^-100 is added, which a float not zero does not see and which makes a root of 0
@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import struct
 
-PACK = 4
+import numpy as np
+
 LEAST_EPS = 2.0**-60
 GREATEST_EPS = 2.0**20
 LEAST_CORRECTION = 2.0**-7
@@ -28,7 +29,7 @@ ROOT_SCALE = 2.0**47
 
 _SCALARS = (
     *("beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "decay_factor", "step_size"),
-    *("correction", "eps", "grad_scale", "l2", "divisor", "inverse", "all_ones", "two"),
+    *("correction", "eps", "grad_scale", "l2", "divisor", "inverse", "all_ones"),
 )
 _LEAST_MOMENT = 2.0**-100
 
@@ -87,7 +88,8 @@ def _quick(i: int, scalar: dict[str, str]) -> str:
         sub.rn.f32 p{i}, p{i}, h;
         fma.rn.f32 sum, p{i}, {_hex(0.0)}, sum;
         mov.b32 u{i}, m{i};
-        mad.lo.u32 u{i}, u{i}, {scalar["two"]}, -1;
+        add.u32 u{i}, u{i}, u{i};
+        add.u32 u{i}, u{i}, -1;
     """
 
 
@@ -109,30 +111,30 @@ def _careful(i: int, scalar: dict[str, str]) -> str:
     """
 
 
-def update_asm(*, is_adamw: bool) -> str:
-    """Return PTX that makes PACK new masters and moments of old ones, gradients and scalars."""
-    first = 3 * PACK
-    operand = {name: first + PACK * at for at, name in enumerate(("p", "m", "v", "g", *_SCALARS))}
+def update_asm(pack: int, *, is_adamw: bool) -> str:
+    """Return PTX that makes new masters and moments of old ones, gradients and scalars."""
+    first = 3 * pack
+    operand = {name: first + pack * at for at, name in enumerate(("p", "m", "v", "g", *_SCALARS))}
     scalar = {name: f"${operand[name]}" for name in _SCALARS}
 
     def old(i: int) -> dict[str, str]:
         return {**scalar, **{name: f"${operand[name] + i}" for name in "pmvg"}}
 
-    every = range(PACK)
+    every = range(pack)
     moments = "".join(_moments(i, old(i), is_adamw=is_adamw) for i in every)
     again = "".join(_moments(i, old(i), is_adamw=is_adamw) + _careful(i, scalar) for i in every)
     results = "".join(
-        f"mov.f32 ${PACK * at + i}, {name}{i};" for at, name in enumerate("pmv") for i in every
+        f"mov.f32 ${pack * at + i}, {name}{i};" for at, name in enumerate("pmv") for i in every
     )
     return f"""{{
         .reg .pred is_rare, is_nan;
-        .reg .f32 p<{PACK}>, m<{PACK}>, v<{PACK}>, g, h, d, y, q, r, e, sum;
-        .reg .u32 u<{PACK}>, least;
+        .reg .f32 p<{pack}>, m<{pack}>, v<{pack}>, g, h, d, y, q, r, e, sum;
+        .reg .u32 u<{pack}>, least;
         mov.f32 sum, {_hex(0.0)};
         mov.b32 least, {scalar["all_ones"]};
         {moments}
         {"".join(_quick(i, scalar) for i in every)}
-        min.u32 u0, u0, u1; min.u32 u2, u2, u3; min.u32 u0, u0, u2; min.u32 least, least, u0;
+        {" ".join(f"min.u32 least, least, u{i};" for i in every)}
         setp.nan.f32 is_rare, sum, sum;
         setp.lt.or.u32 is_rare, least, {_doubled_bits(_LEAST_MOMENT) - 1}, is_rare;
         @!is_rare bra STORED;
@@ -142,8 +144,16 @@ def update_asm(*, is_adamw: bool) -> str:
     }}"""
 
 
-CONSTRAINTS = ",".join(
-    ["=f"] * (3 * PACK) + ["f"] * ((4 + len(_SCALARS) - 2) * PACK) + ["r"] * (2 * PACK)
-)
-ADAMW_ASM = update_asm(is_adamw=True)
-ADAM_ASM = update_asm(is_adamw=False)
+def constraints(pack: int) -> str:
+    """Return the registers of its operands, as Triton wants them."""
+    floats = (4 + len(_SCALARS) - 1) * pack
+    return ",".join(["=f"] * 3 * pack + ["f"] * floats + ["r"] * pack)
+
+
+def derived_scalars(correction: float, eps: float) -> tuple[float, float, float]:
+    """Return scaled divisor, its reciprocal, and 1 if the quick way may be taken, 0 if not."""
+    usual = LEAST_CORRECTION <= correction <= 1.0 and LEAST_EPS <= eps <= GREATEST_EPS
+    if not usual:
+        return 0.0, 0.0, 0.0
+    divisor = np.float32(correction) * np.float32(ROOT_SCALE)
+    return float(divisor), float(np.float32(1) / divisor), 1.0

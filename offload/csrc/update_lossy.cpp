@@ -20,6 +20,21 @@ Value* from(std::span<Value> values, uint64_t start) {
   return values.empty() ? nullptr : &values[start];
 }
 
+// Calls work(start, count, words) for runs of elements with their random words.
+template <typename Work>
+TIERZERO_INLINE void with_words(RoundingKey key, size_t numel, const Work& work) {
+  for (size_t start = 0; start < numel; start += kWordsAtOnce) {
+    const RoundingKey here{key.low, key.high, key.first + static_cast<uint32_t>(start)};
+    const Words words = random_words(here);
+    work(start, std::min<size_t>(kWordsAtOnce, numel - start), words);
+  }
+}
+
+template <typename Value>
+Value* from(Value* values, uint64_t start) {
+  return values == nullptr ? nullptr : values + start;
+}
+
 template <typename Rule, typename Grad>
 TIERZERO_CLONES void run_bf16(uint16_t* __restrict param,
                               int16_t* __restrict residual,
@@ -29,34 +44,35 @@ TIERZERO_CLONES void run_bf16(uint16_t* __restrict param,
                               const Scalars scalars,
                               const RoundingKey key,
                               size_t numel) {
-  for (size_t i = 0; i < numel; ++i) {
-    const uint32_t noise = first_noise(key, static_cast<uint32_t>(i));
-    Element old{std::bit_cast<float>(joined(param[i], residual[i])), 0.0F, 0.0F};
-    if constexpr (Rule::kHasExpAvg) {
-      old.exp_avg = widen(exp_avg[i]);
-    }
-    if constexpr (Rule::kHasExpAvgSq) {
-      old.exp_avg_sq = widen(exp_avg_sq[i]);
-    }
-    const Element result = Rule::updated(old, widen(grad[i]), scalars);
-    const auto bits = std::bit_cast<uint32_t>(with_one_nan(result.master));
-    param[i] = rounded<uint16_t>(bits);
-    residual[i] = residual_half(bits);
-    if constexpr (Rule::kHasExpAvg) {
-      const auto m = std::bit_cast<uint32_t>(with_one_nan(result.exp_avg));
-      exp_avg[i] = static_cast<uint16_t>((m + (noise & 0xFFFF)) >> 16);
-    }
-    if constexpr (Rule::kHasExpAvgSq) {
-      const auto v = std::bit_cast<uint32_t>(with_one_nan(result.exp_avg_sq));
-      exp_avg_sq[i] = static_cast<uint16_t>((v + (noise >> 16)) >> 16);
-    }
-  }
+  with_words(key,
+             numel,
+             [&](size_t start, size_t count, const Words& words) __attribute__((always_inline)) {
+               for (size_t i = start; i < start + count; ++i) {
+                 const uint32_t noise = words[i - start];
+                 Element old{std::bit_cast<float>(joined(param[i], residual[i])), 0.0F, 0.0F};
+                 if constexpr (Rule::kHasExpAvg) {
+                   old.exp_avg = widen(exp_avg[i]);
+                 }
+                 if constexpr (Rule::kHasExpAvgSq) {
+                   old.exp_avg_sq = widen(exp_avg_sq[i]);
+                 }
+                 const Element result = Rule::updated(old, widen(grad[i]), scalars);
+                 const auto bits = std::bit_cast<uint32_t>(with_one_nan(result.master));
+                 param[i] = rounded<uint16_t>(bits);
+                 residual[i] = residual_half(bits);
+                 if constexpr (Rule::kHasExpAvg) {
+                   const auto m = std::bit_cast<uint32_t>(with_one_nan(result.exp_avg));
+                   exp_avg[i] = static_cast<uint16_t>((m + (noise & 0xFFFF)) >> 16);
+                 }
+                 if constexpr (Rule::kHasExpAvgSq) {
+                   const auto v = std::bit_cast<uint32_t>(with_one_nan(result.exp_avg_sq));
+                   exp_avg_sq[i] = static_cast<uint16_t>((v + (noise >> 16)) >> 16);
+                 }
+               }
+             });
 }
 
-template <typename Value>
-Value* from(Value* values, uint64_t start) {
-  return values == nullptr ? nullptr : values + start;
-}
+static_assert(kWordsAtOnce % kCodeBlock == 0);
 
 // One block of 32 elements in registers: values and what will be written of them.
 template <typename Value>
@@ -68,7 +84,6 @@ struct CodedBlock {
   Block<uint32_t> signs;     // of exp_avg
   Block<uint32_t> signed_u;  // the rounded upper bits of exp_avg, without the sign
   Block<uint32_t> unsigned_u;
-  Block<uint32_t> is_positive;  // whether exp_avg_sq is not zero
 };
 
 TIERZERO_INLINE uint32_t greatest(const Block<uint32_t>& values, size_t count) {
@@ -90,7 +105,7 @@ TIERZERO_INLINE float decoded_signed(uint32_t code, uint32_t base) {
 }
 
 TIERZERO_INLINE float decoded_unsigned(uint32_t code, uint32_t base) {
-  return std::bit_cast<float>(code == 0 ? 0 : (base + code) << 19);
+  return std::bit_cast<float>((base + code) << 19);
 }
 
 // Updates up to 32 elements; a whole block has a count that the compiler knows.
@@ -103,14 +118,13 @@ TIERZERO_INLINE void update_block(uint16_t* __restrict param,
                                   uint8_t* __restrict v_codes,
                                   uint16_t* __restrict v_base,
                                   const Scalars& scalars,
-                                  const RoundingKey key,
+                                  const uint32_t* __restrict words,
                                   size_t count) {
   CodedBlock block;
   const uint32_t old_m_base = Rule::kHasExpAvg ? *m_base : 0U;
   const uint32_t old_v_base = Rule::kHasExpAvgSq ? *v_base : 0U;
   for (size_t i = 0; i < count; ++i) {
-    const uint32_t noise = first_noise(key, static_cast<uint32_t>(i));
-    const uint32_t other_noise = second_noise(noise);
+    const uint32_t word = words[i];
     const uint32_t kept =
         (uint32_t{param[i]} << 16) + (static_cast<uint32_t>(int32_t{residual[i]}) << 8);
     Element old{std::bit_cast<float>(kept), 0.0F, 0.0F};
@@ -122,15 +136,14 @@ TIERZERO_INLINE void update_block(uint16_t* __restrict param,
     }
     const Element result = Rule::updated(old, widen(grad[i]), scalars);
     const auto bits = std::bit_cast<uint32_t>(with_one_nan(result.master));
-    const uint32_t shorter = (bits + (noise & 0xFF)) >> 8;
+    const uint32_t shorter = (bits + (word & 0xFF)) >> 8;
     param[i] = static_cast<uint16_t>((shorter + 0x80) >> 8);
     residual[i] = static_cast<int8_t>(shorter & 0xFF);
     const auto m = std::bit_cast<uint32_t>(with_one_nan(result.exp_avg));
     block.signs[i] = m >> 31;
-    block.signed_u[i] = ((m & kMagnitude) + (noise >> 12)) >> 20;
+    block.signed_u[i] = ((m & kMagnitude) + (word & 0xF'FFFF)) >> 20;
     const auto v = std::bit_cast<uint32_t>(with_one_nan(result.exp_avg_sq)) & kMagnitude;
-    block.is_positive[i] = v != 0;
-    block.unsigned_u[i] = (v + (other_noise >> 13)) >> 19;
+    block.unsigned_u[i] = (v + (word >> 13)) >> 19;
   }
   if constexpr (Rule::kHasExpAvg) {
     const uint32_t base = base_of(greatest(block.signed_u, count), 0x7F);
@@ -143,7 +156,7 @@ TIERZERO_INLINE void update_block(uint16_t* __restrict param,
   if constexpr (Rule::kHasExpAvgSq) {
     const uint32_t base = base_of(greatest(block.unsigned_u, count), 0xFF);
     for (size_t i = 0; i < count; ++i) {
-      const uint32_t code = std::max(block.unsigned_u[i], base + block.is_positive[i]) - base;
+      const uint32_t code = std::max(block.unsigned_u[i], base) - base;
       v_codes[i] = static_cast<uint8_t>(code);
     }
     *v_base = static_cast<uint16_t>(base);
@@ -159,25 +172,28 @@ TIERZERO_CLONES void run_compact(uint16_t* __restrict param,
                                  const Scalars scalars,
                                  const RoundingKey key,
                                  size_t numel) {
-  for (size_t start = 0; start < numel; start += kCodeBlock) {
-    const auto update = [&](size_t count) __attribute__((always_inline)) {
-      update_block<Rule>(param + start,
-                         residual + start,
-                         grad + start,
-                         from(codes.exp_avg.data(), start),
-                         from(bases.exp_avg.data(), start / kCodeBlock),
-                         from(codes.exp_avg_sq.data(), start),
-                         from(bases.exp_avg_sq.data(), start / kCodeBlock),
-                         scalars,
-                         {key.low, key.high, key.first + static_cast<uint32_t>(start)},
-                         count);
-    };
-    if (numel - start >= kCodeBlock) {
-      update(kCodeBlock);
-    } else {
-      update(numel - start);
-    }
-  }
+  with_words(
+      key, numel, [&](size_t first, size_t run, const Words& words) __attribute__((always_inline)) {
+        for (size_t start = first; start < first + run; start += kCodeBlock) {
+          const auto update = [&](size_t count) __attribute__((always_inline)) {
+            update_block<Rule>(param + start,
+                               residual + start,
+                               grad + start,
+                               from(codes.exp_avg.data(), start),
+                               from(bases.exp_avg.data(), start / kCodeBlock),
+                               from(codes.exp_avg_sq.data(), start),
+                               from(bases.exp_avg_sq.data(), start / kCodeBlock),
+                               scalars,
+                               &words[start - first],
+                               count);
+          };
+          if (first + run - start >= kCodeBlock) {
+            update(kCodeBlock);
+          } else {
+            update(first + run - start);
+          }
+        }
+      });
 }
 
 }  // namespace

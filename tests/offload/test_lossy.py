@@ -158,9 +158,7 @@ def test_random_bits_do_not_depend_on_the_number_of_ranks() -> None:
                     for start, stop, name, number in rounding.parts(0, low, high):
                         key = rounding.key(name, number)
                         at = piece.first + start - piece.start
-                        words[piece.index][at : at + stop - start] = random_words(
-                            key, stop - start
-                        )[0]
+                        words[piece.index][at : at + stop - start] = random_words(key, stop - start)
         found.append(words)
     assert all(words[index].all() for words in found for index in words)
     for words in found[1:]:
@@ -261,11 +259,10 @@ def test_codes_come_back_as_they_were() -> None:
 
 
 def test_random_words_look_random_and_differ_by_step_name_and_seed() -> None:
-    first, second = random_words(KEY, 1 << 16)
-    for words in (first, second):
-        shares = [(words >> np.uint32(bit) & np.uint32(1)).mean() for bit in range(32)]
-        assert max(abs(share - 0.5) for share in shares) < 0.01
-        assert len(np.unique(words)) > 0.99 * words.size
+    words = random_words(KEY, 1 << 16)
+    shares = [(words >> np.uint32(bit) & np.uint32(1)).mean() for bit in range(32)]
+    assert max(abs(share - 0.5) for share in shares) < 0.01
+    assert len(np.unique(words)) > 0.99 * words.size
     others = [
         RoundingKey.derive(6, 1, "layer.weight", 0),
         RoundingKey.derive(5, 2, "layer.weight", 0),
@@ -273,7 +270,41 @@ def test_random_words_look_random_and_differ_by_step_name_and_seed() -> None:
         RoundingKey.derive(5, 1, "layer.weight", 1 << 32),
     ]
     for other in others:
-        assert np.mean(random_words(other, 1 << 16)[0] == first) < 0.001
+        assert np.mean(random_words(other, 1 << 16) == words) < 0.001
+
+
+def fields_of(words: np.ndarray) -> dict[str, np.ndarray]:
+    """Return what each stored number is rounded with, scaled to [0, 1)."""
+    return {
+        "master": (words & 0xFF) / 2**8,
+        "exp_avg": (words & 0xFFFFF) / 2**20,
+        "exp_avg_sq": (words >> 13) / 2**19,
+        "bf16 exp_avg": (words & 0xFFFF) / 2**16,
+    }
+
+
+def test_what_is_rounded_together_is_rounded_independently() -> None:
+    """Of one element, of elements that share mixed words, and of those that follow."""
+    count, span = 1 << 17, 16
+    words = random_words(KEY, count * span).reshape(count, span)
+    columns = [
+        field[:, at] < share
+        for field in fields_of(words).values()
+        for at in range(span)
+        for share in (0.5, 0.1)
+    ]
+    whose = [(name, at) for name in fields_of(words) for at in range(span) for _ in (0.5, 0.1)]
+    normal = np.array([(each - each.mean()) / each.std() for each in columns])
+    found = normal @ normal.T / count
+    for row, one in enumerate(whose):
+        for column, other in enumerate(whose):
+            overlaps = "bf16 exp_avg" in (one[0], other[0]) and one[1] == other[1]
+            if one != other and not overlaps:
+                assert abs(found[row, column]) < 6 / count**0.5, (one, other)
+    for field in fields_of(words).values():
+        counts = np.histogram(field, 256, (0.0, 1.0))[0]
+        expected = field.size / 256
+        assert np.sum((counts - expected) ** 2 / expected) < 255 + 6 * (2 * 255) ** 0.5
 
 
 def test_a_lossy_update_without_a_key_or_with_wrong_bases_is_refused(any_kernels: Kernels) -> None:
@@ -282,6 +313,8 @@ def test_a_lossy_update_without_a_key_or_with_wrong_bases_is_refused(any_kernels
     grad = ordinary(64, 2)
     with pytest.raises(TypeError, match="key must be a RoundingKey"):
         any_kernels.update(param, grad, state, scalars)
+    with pytest.raises(ValueError, match=r"start at a multiple of 32 .* got key.first 8"):
+        any_kernels.update(param, grad, state, scalars, RoundingKey(1, 2, 8))
     short = dataclasses.replace(state, exp_avg_base=state.exp_avg_base[:1])
     with pytest.raises(ValueError, match=r"one length|must hold 2 bases"):
         any_kernels.update(param, grad, short, scalars, KEY)

@@ -29,9 +29,11 @@ def moment_of(state: StateArrays, name: str) -> Wide:
     if codes.dtype == np.uint16:
         return (codes.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     base = np.repeat(getattr(state, f"{name}_base").astype(np.int64), BLOCK)[: codes.size]
-    magnitude = codes & 0x7F if name == "exp_avg" else codes
+    if name == "exp_avg_sq":
+        return value_of_upper(base + codes, bits)
+    magnitude = codes & 0x7F
     value = np.where(magnitude == 0, 0.0, value_of_upper(base + magnitude, bits))
-    return np.where(codes & 0x80, -value, value) if name == "exp_avg" else value
+    return np.where(codes & 0x80, -value, value)
 
 
 def master_of(param: np.ndarray, residual: np.ndarray) -> Wide:

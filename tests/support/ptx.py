@@ -127,6 +127,19 @@ def _approximate(operation: Callable[[Any], Any]) -> Callable[..., Lanes]:
     return lambda machine, a: machine.near(operation(_float(a).astype(np.float64)))
 
 
+def _in_halves(
+    operation: Callable[[Any, Any], Any], kind: type[np.generic]
+) -> Callable[..., Lanes]:
+    """Return an operation on pairs: on both halves of each lane."""
+
+    def run(_: Machine, a: Lanes, b: Lanes) -> Lanes:
+        with np.errstate(all="ignore"):
+            halves = operation(a.view(kind), b.view(kind))
+        return np.ascontiguousarray(halves.astype(kind)).view(np.uint32)
+
+    return run
+
+
 _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "mov.f32": lambda _, a: a,
     "mov.b32": lambda _, a: a,
@@ -143,6 +156,16 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "setp.lt.or.u32": lambda _, a, b, c: (a < b) | c,
     "selp.f32": lambda _, a, b, c: np.where(c, a, b),
     "and.b32": lambda _, a, b: a & b,
+    "xor.b32": lambda _, a, b: a ^ b,
+    "shr.u32": lambda _, a, b: a >> b,
+    "shr.s32": lambda _, a, b: (a.view(np.int32) >> b.view(np.int32)).view(np.uint32),
+    "neg.s32": lambda _, a: np.uint32(0) - a,
+    "set.ne.f16x2.f16x2": _in_halves(np.not_equal, np.float16),
+    "mul.rn.f16x2": _in_halves(np.multiply, np.float16),
+    "add.s16x2": _in_halves(np.add, np.int16),
+    "min.s16x2": _in_halves(np.minimum, np.int16),
+    "max.s16x2": _in_halves(np.maximum, np.int16),
+    "max.u16x2": _in_halves(np.maximum, np.uint16),
     "add.u32": lambda _, a, b: a + b,
     "sub.s32": lambda _, a, b: a - b,
     "min.u32": lambda _, a, b: np.minimum(a, b),
