@@ -45,6 +45,7 @@ from estimators.segments import (
 )
 from estimators.summary import MemoryPlan, PlanRow, SlotPlan, StepTraffic, step_traffic
 from estimators.update_device import UpdateRates, device_is_sooner, update_seconds
+from estimators.update_share import ShareRates, ShareTrial, host_is_sooner
 
 __all__ = [
     "ASSUMED_RATES",
@@ -71,6 +72,8 @@ __all__ = [
     "ResidentCopy",
     "Section",
     "SegmentSpec",
+    "ShareRates",
+    "ShareTrial",
     "SlotPlan",
     "StateField",
     "StateFormat",
@@ -89,6 +92,7 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "flat_layout",
+    "host_is_sooner",
     "minimum_host_bytes",
     "plan_placement",
     "record_fields",

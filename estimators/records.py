@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from estimators.layout import SHARD_ALIGNMENT_NUMEL, align_up
@@ -12,10 +12,17 @@ from estimators.segments import PlacementRequest, SegmentSpec, Tier
 STAGED_BYTES = 64 << 20
 """Most bytes of a sub-group that passes between host and device: larger copies are no faster."""
 
+_SHARED_BYTES = 48 << 20
+"""Most bytes of a sub-group that pass to a host which shares the update: it has four of them."""
+
 _STAGED_ALIGNMENT_BYTES = 4096
 
 DEVICE_BUFFER_COUNT = 3
 """Buffers on a device that updates: one is copied in, one updated, one copied out."""
+
+
+HOST_BUFFER_COUNT = 4
+"""Buffers of a host that updates for a device: one is updated in, others come and go meanwhile."""
 
 
 class Section(enum.IntEnum):
@@ -210,7 +217,11 @@ def sub_group_cap(request: PlacementRequest, segment: SegmentSpec) -> int:
             for section, size in sizes.items()
             if (lowest[section] is Tier.DEVICE) is not request.update_on_device
         )
-        cap = min(cap, STAGED_BYTES // (line_bytes or sum(sizes.values())) * SHARD_ALIGNMENT_NUMEL)
+        most_bytes = STAGED_BYTES if request.update_on_device else STAGED_BYTES // HOST_BUFFER_COUNT
+        cap = min(cap, most_bytes // (line_bytes or sum(sizes.values())) * SHARD_ALIGNMENT_NUMEL)
+        if request.shares_update:
+            passed = sizes[Section.GRADIENT] + sizes[Section.PARAMETER]
+            cap = min(cap, _SHARED_BYTES // passed * SHARD_ALIGNMENT_NUMEL)
     return max(cap, SHARD_ALIGNMENT_NUMEL)
 
 
@@ -223,17 +234,13 @@ def host_fixed_bytes(request: PlacementRequest) -> int:
 
 def host_staging_bytes(request: PlacementRequest) -> int:
     """Return the host memory that the processor needs to update what rests on a device."""
-    if request.device_is_host or request.update_on_device or not request.trains:
+    if request.device_is_host or not request.trains:
         return 0
-    return max(
+    if request.update_on_device and not request.shares_update:
+        return 0
+    return HOST_BUFFER_COUNT * max(
         (
-            sum(
-                align_up(size, _STAGED_ALIGNMENT_BYTES)
-                for section, size in section_bytes(
-                    request, segment, sub_group_cap(request, segment)
-                ).items()
-                if lowest_tiers(request, segment)[section] is Tier.DEVICE
-            )
+            _host_buffer_bytes(request, segment)
             for segment in request.segments
             if segment.trainable and segment.layout(request.world_size).shard_numel
         ),
@@ -241,14 +248,39 @@ def host_staging_bytes(request: PlacementRequest) -> int:
     )
 
 
+def _host_buffer_bytes(request: PlacementRequest, segment: SegmentSpec) -> int:
+    """Return the bytes of what may rest on the device of a sub-group that the host updates.
+
+    Of one that is shared the state is on the host, and the rest may have been moved up.
+    """
+    sizes = section_bytes(request, segment, sub_group_cap(request, segment))
+    lowest = lowest_tiers(request, segment)
+    return sum(
+        align_up(size, _STAGED_ALIGNMENT_BYTES)
+        for section, size in sizes.items()
+        if (
+            section is not Section.STATE
+            if request.shares_update
+            else lowest[section] is Tier.DEVICE
+        )
+    )
+
+
 def staged_offsets(
     request: PlacementRequest, segment: SegmentSpec, group: SubGroup
 ) -> dict[Section, int]:
     """Return where the sections of a sub-group that do not rest on the device lie in a buffer."""
+    sizes = section_bytes(request, segment, group.numel)
+    return aligned_offsets(
+        {section: size for section, size in sizes.items() if group.tier(section) is not Tier.DEVICE}
+    )
+
+
+def aligned_offsets(sizes: Mapping[Section, int]) -> dict[Section, int]:
+    """Return where sections of these sizes lie in a buffer that has them one after the other."""
     offsets = {}
     end = 0
-    for section, size in section_bytes(request, segment, group.numel).items():
-        if group.tier(section) is not Tier.DEVICE:
-            offsets[section] = end
-            end = align_up(end + size, _STAGED_ALIGNMENT_BYTES)
+    for section, size in sizes.items():
+        offsets[section] = end
+        end = align_up(end + size, _STAGED_ALIGNMENT_BYTES)
     return offsets

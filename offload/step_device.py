@@ -61,20 +61,36 @@ class StreamedUpdate:
         """The last copy out of each buffer."""
         self._next_buffer = 0
         self._coming: collections.deque[_Staged] = collections.deque()
+        self._leaving: collections.deque[Fence] = collections.deque()
+        """Copies out that were not seen to be over."""
         self._last_out: Fence = PASSED
 
     def run(self, groups: Sequence[SubGroup], lend: Lend) -> Fence:
         """Update sub-groups in order; the fence is behind all that is copied out."""
         for position, group in enumerate(groups):
-            slot = lend(position)
-            if slot is not None:
-                self._finish_coming()
-            with self._store.device.marking(f"copy in sub-group {group.index}"):
-                self._coming.append(self._bring(group, slot))
-            if slot is not None:
-                self._finish_coming()
-            elif len(self._coming) > 1:
-                self._update(self._coming.popleft())
+            self.take(group, lend(position))
+        return self.finish()
+
+    @property
+    def waiting_count(self) -> int:
+        """How many sub-groups are on their way; one more than there are buffers keeps all busy."""
+        while self._leaving and self._leaving[0].done():
+            self._leaving.popleft()
+        return len(self._leaving) + len(self._coming)
+
+    def take(self, group: SubGroup, slot: Slot | None) -> None:
+        """Start to copy a sub-group in, and issue the update of the one before."""
+        if slot is not None:
+            self._finish_coming()
+        with self._store.device.marking(f"copy in sub-group {group.index}"):
+            self._coming.append(self._bring(group, slot))
+        if slot is not None:
+            self._finish_coming()
+        elif len(self._coming) > 1:
+            self._update(self._coming.popleft())
+
+    def finish(self) -> Fence:
+        """Issue what is left; the fence is behind all that is copied out."""
         self._finish_coming()
         for fence in self._free_after:
             self._store.device.join(fence)  # the buffers are freed now
@@ -157,6 +173,7 @@ class StreamedUpdate:
                 staged.taken = last_of(staged.taken, done)
         if staged.taken is not PASSED:
             self._free_after[staged.buffer] = self._last_out = staged.taken
+            self._leaving.append(staged.taken)
 
     def _write_back(self, staged: _Staged) -> None:
         """Give a slot back, to be written where something in it has changed.

@@ -36,6 +36,7 @@ from offload.kernels_device import DeviceKernels, load_device_kernels
 from offload.ledger import Ledger
 from offload.pager import Pager, PagerFailedError
 from offload.residents import Residents
+from offload.sharing import sharing_of
 from offload.slots import Slot, carve_slots
 from offload.transfers import SlotTransfers
 from offload.whole_records import WholeRecords
@@ -165,6 +166,8 @@ class Store:
         self.residents = Residents(plan, parts.device, parts.position)
         self.staging: Span | None = _staging(plan, parts.device)
         """Where the processor updates what rests on a device that is not the host."""
+        self.sharing = sharing_of(plan)
+        """By what host and device share updates; None where they do not."""
         self.update_fence: Fence = PASSED
         """The last copy out to host memory of an update on a device."""
         self._gradient_fences: dict[int, Fence] = {}

@@ -109,7 +109,8 @@ class SimulatedDevice(SeparateDevice):
         self.torch_device = torch.device("cpu")
         self.identity = f"simulated {os.getpid()}"
         self.chance = random.Random(seed)
-        self._queues = {"in": collections.deque(), "out": collections.deque()}
+        ways = ("in", "out", "in aside", "out aside")
+        self._queues = {way: collections.deque() for way in ways}
         self._beside = collections.deque()
 
     def _start(self, way: str, source: Memory, target: Memory, after: Fence) -> Fence:
@@ -129,6 +130,9 @@ class SimulatedDevice(SeparateDevice):
         raw.fill_(0xFF)
         self._beside.append(fence)
         return fence
+
+    def start_aside(self) -> None:
+        """What was issued is done."""
 
     def join(self, fence: Fence) -> None:
         fence.wait()
