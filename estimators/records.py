@@ -233,7 +233,7 @@ def host_fixed_bytes(request: PlacementRequest) -> int:
 
 
 def host_staging_bytes(request: PlacementRequest) -> int:
-    """Return the host memory that the processor needs to update what rests on a device."""
+    """Return the most host memory that the processor needs to update what rests on a device."""
     if request.device_is_host or not request.trains:
         return 0
     if request.update_on_device and not request.shares_update:
@@ -245,6 +245,17 @@ def host_staging_bytes(request: PlacementRequest) -> int:
             if segment.trainable and segment.layout(request.world_size).shard_numel
         ),
         default=0,
+    )
+
+
+def shared_buffer_bytes(request: PlacementRequest, segment: SegmentSpec, group: SubGroup) -> int:
+    """Return the bytes of what rests on the device of a sub-group that the host may update."""
+    if group.tier(Section.STATE) is not Tier.HOST:
+        return 0
+    return sum(
+        align_up(size, _STAGED_ALIGNMENT_BYTES)
+        for section, size in section_bytes(request, segment, group.numel).items()
+        if group.tier(section) is Tier.DEVICE
     )
 
 

@@ -8,8 +8,8 @@ from estimators.records import Section, lowest_tiers, section_bytes
 from estimators.segments import PlacementRequest, Tier
 
 HOST_MARGIN = 2.5
-"""How much sooner the host must be: the device copies and updates at once, the host by turns, and
-was measured to take 2.6 times what its kernel and its copies take by themselves."""
+"""How much sooner the host must be: the device copies and updates at once, a host that pages by
+turns, and was measured to take 2.6 times what its kernel and its copies take by themselves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,38 @@ from __future__ import annotations
 
 import collections
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from estimators.formats import UpdateRule
+from estimators.placement import minimum_host_bytes
+from estimators.segments import PlacementRequest, Tier
 
 _ROUNDS = 3
 """Updates of each kind that are compared."""
 _WATCHED = 8
 """Shared updates, the last ones, that must not be slower than the device alone was."""
+
+
+def may_share(request: PlacementRequest) -> bool:
+    """Tell whether the host can update some of what a device streams: state that rests there.
+
+    Ranks that compute at one another's pace, and a durable run, leave it to the device.
+    """
+    return (
+        request.update_on_device
+        and request.trains
+        and request.optimizer_tier is Tier.HOST
+        and isinstance(request.rule, UpdateRule)
+        and request.world_size == 1
+        and not request.durable
+    )
+
+
+def fit_sharing(request: PlacementRequest, host_bytes: int) -> PlacementRequest:
+    """Return the request, unshared if the host budget has no room for the buffers of sharing."""
+    if not request.shares_update or minimum_host_bytes(request) <= host_bytes:
+        return request
+    return replace(request, shares_update=False)
 
 
 class ShareTrial:

@@ -29,8 +29,6 @@ class UpdateQueue(abc.ABC):
 
     kernels: Kernels
     """Their `update` submits."""
-    seconds: float = 0.0
-    """What the updates that are known to be done took."""
 
     @property
     @abc.abstractmethod
@@ -44,6 +42,13 @@ class UpdateQueue(abc.ABC):
         Raises:
             RuntimeError: if an update failed, with what the native thread says.
         """
+
+    def times(self, first: int, last: int) -> tuple[float, float] | None:  # noqa: ARG002
+        """Return when the first of some tickets that are done began and the last of them ended.
+
+        These are times of `time.perf_counter`; None where nothing ran beside.
+        """
+        return None
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -99,9 +104,13 @@ class _NativeQueue(UpdateQueue):
         is_done = self._queue.wait(ticket, most_seconds)
         kept = self._queued.kept
         while is_done and kept and kept[0][0] <= ticket:
-            begin, end = self._queue.times(kept.popleft()[0])
-            self.seconds += end - begin
+            kept.popleft()
         return is_done
+
+    def times(self, first: int, last: int) -> tuple[float, float] | None:
+        if first > last:
+            return None
+        return self._queue.times(first)[0], self._queue.times(last)[1]
 
     def close(self) -> None:
         self._queue.close()

@@ -200,6 +200,11 @@ class Ledger:
             if self._trace is not None:
                 self._trace.add_span(activity.value, begin, spent)
 
+    def ran_beside(self, what: str, begin: float, end: float) -> None:
+        """Record what the host's kernels did beside the training thread, for the time line."""
+        if self._trace is not None:
+            self._trace.add_span(what, begin, end - begin, beside=True)
+
     def count_tokens(self, count: int) -> None:
         """Add tokens (or samples) of the current step, for the wear by token."""
         self._tokens += count

@@ -47,7 +47,8 @@ class _Visit:
     """Those of them that rest on the device."""
     pieces: GradientPieces | None = None
     brought: Fence = PASSED
-    ticket: int = 0
+    tickets: tuple[int, int] = (0, 0)
+    """The first and the last of its kernels."""
 
 
 class HostUpdate:
@@ -76,6 +77,8 @@ class HostUpdate:
         self._last_in: Fence = PASSED
         self.numel = 0
         """Elements that were updated."""
+        self.seconds = 0.0
+        """What their kernels took."""
         store.device.settle()  # what a kernel writes may still be copied
         store.device.start_aside()
 
@@ -105,7 +108,7 @@ class HostUpdate:
     def advance(self) -> bool:
         """Submit and give back what can be, and tell whether anything could."""
         has_moved = False
-        while self._running and self._queue.wait(self._running[0].ticket):
+        while self._running and self._queue.wait(self._running[0].tickets[1]):
             self._give_back(self._running.popleft())
             has_moved = True
         while self._coming and self._coming[0].brought.done():
@@ -119,7 +122,7 @@ class HostUpdate:
             time.sleep(_REST_SECONDS)
             return
         with self._store.ledger.timing(Activity.UPDATE):
-            self._queue.wait(self._running[0].ticket, _REST_SECONDS)
+            self._queue.wait(self._running[0].tickets[1], _REST_SECONDS)
 
     def finish(self) -> None:
         """Update all that was taken; what was changed is on the device before later work."""
@@ -191,9 +194,10 @@ class HostUpdate:
         if pieces is None:
             gradient = array_at(visit.spans[Section.GRADIENT], spec.gradient, group.numel)
             pieces = [(group.start, gradient)]
+        first = self._queue.last_ticket + 1
         with store.device.marking(f"update sub-group {group.index} on the host"):
             self._pass.update(self._queue.kernels, group, (parameter, state), pieces)
-        visit.ticket = self._queue.last_ticket
+        visit.tickets = first, self._queue.last_ticket
         self._running.append(visit)
 
     def _give_back(self, visit: _Visit) -> None:
@@ -204,6 +208,10 @@ class HostUpdate:
                 done = store.device.copy(visit.spans[section], target, aside=True)
                 buffer.free_after = self._last_in = done
         self._free.append(buffer)
+        times = self._queue.times(*visit.tickets)
+        if times is not None:
+            self.seconds += times[1] - times[0]
+            store.ledger.ran_beside(f"update sub-group {group.index}", *times)
         self.numel += group.numel
         self._on_update(group)
 

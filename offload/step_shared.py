@@ -104,7 +104,7 @@ def update_shared(
             on_host = functools.partial(on_update, side="host")
             host = HostUpdate(pass_, queue, on_host, segments)
             fence, device_seconds = _share(sharing, order, host, device, lend)
-            _note_rates(sharing, groups, (queue.seconds, host.numel), device_seconds)
+            _note_rates(sharing, groups, (host.seconds, host.numel), device_seconds)
     else:
         fence = device.run(groups, lend)
     if is_open:

@@ -25,7 +25,8 @@ from estimators import (
     UpdateRule,
     WholeTensors,
     device_is_sooner,
-    minimum_host_bytes,
+    fit_sharing,
+    may_share,
     plan_placement,
 )
 from offload import (
@@ -237,8 +238,7 @@ def make_blueprint(
     request = _placement_request(settings, optimizer, units, device, ranks, rates, whole)
     request = _choose_update_device(request, settings, device)
     budget, source = _budget(request, settings, local_world_size, changes.recalled)
-    if request.shares_update and minimum_host_bytes(request) > budget.host_bytes:
-        request = replace(request, shares_update=False)
+    request = fit_sharing(request, budget.host_bytes)
     memory = plan_placement(request, budget)
     held = changes.recalled.held_bytes
     needed = memory.swap_file_bytes if held is None else 0
@@ -329,8 +329,7 @@ def _choose_update_device(
     rates = measure_update(device, request.state_format, thread_count(1))
     if not device_is_sooner(request, rates):
         return replace(request, update_on_device=False)
-    shares = request.optimizer_tier is Tier.HOST and native_available()
-    return replace(request, shares_update=shares)
+    return replace(request, shares_update=may_share(request) and native_available())
 
 
 def updates_on_device(settings: Settings, rule: UpdateRule | GenericRule) -> bool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +15,10 @@ from hypothesis import strategies as st
 
 import zero
 import zero.planning
-from estimators import Section, Tier
+from estimators import Section, SubGroup, Tier, minimum_host_bytes
+from estimators.records import host_staging_bytes
+from offload import PagerFailedError, _kernels
+from offload.step_shared import host_may_take
 from tests.support.configs import make_config
 from tests.support.observe import as_bits
 from tests.support.simulated_device import SimulatedDevice
@@ -158,3 +165,186 @@ def test_both_sides_take_what_they_have_room_for(index: int) -> None:
     assert len(shared) >= 2  # the first, and those of the trial
     assert all(groups["device"] > 0 for groups in shared)
     assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2], ids=case_name)
+def test_the_ledger_counts_what_a_split_copies(index: int) -> None:
+    """The host needs gradient and parameter of its sub-groups, the device the state of its own."""
+    copied = []
+    for host_count in (3, 5):
+        with shared_engine(CASES[index]) as engine:
+            store = engine._runtime.store
+            store.sharing.host_count = host_count
+            for micro in range(CASES[index]["accumulation"]):
+                engine.backward(engine(*make_batch(micro)))
+            before = dict(store.device.copied_bytes)
+            engine.step()
+            found = {way: store.device.copied_bytes[way] - before[way] for way in before}
+            groups = store.plan.sub_groups
+            eligible = [group for group in groups if host_may_take(group)]
+            mine = {group.index for group in eligible[-host_count:]}
+            expected = {"in": 0, "out": 0}
+            for group in groups:
+                for section, whole in store.section_bytes(group).items():
+                    size = whole
+                    if section is Section.GRADIENT and CASES[index]["device_memory"] != "auto":
+                        size = 2 * own_numel(engine, group)  # kept by parameters: no padding
+                    on_device = group.tier(section) is Tier.DEVICE
+                    is_changed = section is not Section.GRADIENT
+                    if group.index in mine:
+                        expected["out"] += size * on_device
+                        expected["in"] += size * (on_device and is_changed)
+                    else:
+                        expected["in"] += size * (not on_device)
+                        expected["out"] += size * (not on_device and is_changed)
+            assert found == expected
+            assert engine.ledger.report().to_dicts()[-1]["updated_groups"] == {
+                "device": len(groups) - host_count,
+                "host": host_count,
+            }
+            copied.append(found)
+    assert copied[0] != copied[1]
+
+
+@pytest.mark.parametrize("side", ["wait", "done"])
+def test_a_failure_on_either_side_ends_the_engine_and_leaves_no_thread(
+    side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FailingQueue(_kernels.KernelQueue):
+        def wait(self, ticket: int, most_seconds: float) -> bool:
+            if ticket >= 3:
+                raise RuntimeError("no memory for this kernel")
+            return super().wait(ticket, most_seconds)
+
+    def refuse(*_args: Any) -> None:
+        raise RuntimeError("no memory for this kernel")
+
+    before = threads()
+    with shared_engine(CASES[1]) as engine:
+        engine.backward(engine(*make_batch(0)))
+        engine._runtime.store.sharing.host_count = 6
+        if side == "wait":
+            monkeypatch.setattr(_kernels, "KernelQueue", FailingQueue)
+        else:
+            monkeypatch.setattr(engine._runtime.store.device_kernels, "update", refuse)
+        running = threads()
+        with pytest.raises(RuntimeError, match="no memory for this kernel"):
+            engine.step()
+        assert only_those_of(running)
+        with pytest.raises(PagerFailedError, match="an optimizer step failed midway"):
+            engine(*make_batch(1))
+            engine.step()
+    assert only_those_of(before)
+
+
+def test_no_thread_outlives_a_step_and_the_time_line_shows_the_kernels() -> None:
+    before = threads()
+    with shared_engine(CASES[0]) as engine:
+        engine._runtime.store.sharing.host_count = 4
+        engine.ledger.start_trace()
+        engine.backward(engine(*make_batch(0)))
+        running = threads()
+        engine.step()
+        assert only_those_of(running)
+        trace: Any = engine.ledger.trace()
+    assert only_those_of(before)
+    names = {
+        event["tid"]: event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["name"] == "thread_name"
+    }
+    beside = [
+        event
+        for event in trace["traceEvents"]
+        if event["ph"] == "X" and names[event["tid"]] == "kernels on the host"
+    ]
+    assert len(beside) == 4
+    assert all(event["name"].startswith("update sub-group") for event in beside)
+    assert all(event["dur"] > 0 for event in beside)
+
+
+def test_sharing_gives_way_to_a_budget_without_room_for_its_buffers() -> None:
+    with shared_engine(CASES[0]) as engine:
+        plan = engine.plan.memory
+        assert plan.staging_bytes == engine._runtime.store.staging.size_bytes > 0
+        assert plan.staging_bytes <= host_staging_bytes(plan.request)
+        needed = minimum_host_bytes(plan.request)
+    for spare, shares in ((0, True), (-1, False)):
+        config = config_of(CASES[0], "auto")
+        config["tiers"]["host_memory"] = needed + spare
+        with shared_engine(CASES[0], config) as engine:
+            assert engine.plan.memory.request.shares_update is shares
+            assert (engine._runtime.store.sharing is not None) is shares
+            assert (engine.plan.memory.staging_bytes > 0) is shares
+            engine.backward(engine(*make_batch(0)))
+            engine.step()
+            assert engine.ledger.report().to_dicts()[-1]["updated_groups"]["device"] > 0
+
+
+def test_hosts_and_devices_of_one_memory_need_no_buffers() -> None:
+    with shared_engine(CASES[2]) as engine:
+        assert engine.plan.memory.request.shares_update
+        assert engine.plan.memory.staging_bytes == 0
+        assert engine._runtime.store.staging is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "optimizer", "ranks", "shares"),
+    [
+        ({}, "cpu", 1, True),
+        ({"update_device": "device"}, "cpu", 1, False),
+        ({"update_device": "cpu"}, "cpu", 1, False),
+        ({"durable": {"name": "run", "every_steps": 5}}, "cpu", 1, False),
+        ({}, "cpu", 2, False),
+        ({}, "none", 1, False),
+        ({}, "nvme", 1, False),
+    ],
+)
+def test_only_auto_at_one_rank_with_state_on_the_host_is_shared(
+    changes: dict[str, Any], optimizer: str, ranks: int, shares: bool, scratch: Path,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(zero.planning, "open_device", open_simulated(0))
+    config = make_config(optimizer=optimizer, nvme_path=str(scratch), host_memory="1GB")
+    config["tiers"].update(changes)
+    if "durable" in changes:
+        config["tiers"]["nvme"] = [{"path": str(scratch)}]
+    plan = zero.plan_memory(make_model(), config, ranks).memory
+    assert plan.request.shares_update is shares
+
+
+def own_numel(engine: zero.ZeroEngine, group: SubGroup) -> int:
+    """Return how many elements of a sub-group are of parameters, not padding."""
+    layout = engine._runtime.segments[group.segment].layout
+    bounds = zip(layout.offsets, layout.numels, strict=True)
+    ends = [(max(start, group.start), min(start + numel, group.stop)) for start, numel in bounds]
+    return sum(stop - start for start, stop in ends if start < stop)
+
+
+def threads() -> set[str]:
+    return set(os.listdir("/proc/self/task"))  # noqa: PTH208
+
+
+def only_those_of(before: set[str]) -> bool:
+    """Tell whether no other thread is left; one that was joined is listed a moment longer."""
+    for _ in range(100_000):
+        if threads() <= before:
+            return True
+        os.sched_yield()
+    return False
+
+
+@contextlib.contextmanager
+def shared_engine(
+    case: dict[str, Any], config: dict[str, Any] | None = None
+) -> Iterator[zero.ZeroEngine]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero.planning, "open_device", open_simulated(0))
+        dtype = torch.bfloat16 if case["dtype"] == "bf16" else torch.float32
+        engine, _, _, _ = zero.initialize(
+            model=make_model(dtype=dtype), config=config or config_of(case, "auto")
+        )
+    try:
+        yield engine
+    finally:
+        engine.destroy()
