@@ -13,6 +13,9 @@ changes the bits of a matmul."""
 SHARD_ALIGNMENT_NUMEL = 64
 """Every shard holds a multiple of this many elements."""
 
+TILE_NUMEL = 4096
+"""A multiple of what kernels on a device divide elements by: what is left of it is more work."""
+
 
 def align_up(size: int, alignment: int) -> int:
     """Round `size` up to a multiple of `alignment`, both in the same unit."""
@@ -109,6 +112,7 @@ def split_evenly_bounded(numel: int, max_numel: int) -> list[tuple[int, int]]:
     """Cut `numel` elements into the fewest ranges of at most `max_numel`, of nearly equal length.
 
     Every cut is at a multiple of `SHARD_ALIGNMENT_NUMEL`, so `max_numel` must be at least that.
+    Long ranges are cut at multiples of `TILE_NUMEL` where that takes no more of them.
     """
     unit = SHARD_ALIGNMENT_NUMEL
     if max_numel < unit:
@@ -117,4 +121,6 @@ def split_evenly_bounded(numel: int, max_numel: int) -> list[tuple[int, int]]:
     if count == 0:
         return []
     length = align_up(-(-numel // count), unit)
+    if length >= 64 * TILE_NUMEL:
+        length = min(align_up(length, TILE_NUMEL), max_numel // unit * unit)
     return [(start, min(start + length, numel)) for start in range(0, numel, length)]

@@ -210,18 +210,20 @@ def sub_group_cap(request: PlacementRequest, segment: SegmentSpec) -> int:
     shard_numel = segment.layout(request.world_size).shard_numel
     cap = min(request.sub_group_numel, shard_numel)
     if not request.device_is_host and segment.trainable and request.trains:
-        sizes = section_bytes(request, segment, SHARD_ALIGNMENT_NUMEL)
+        # Of many elements, beside which the padding of a record's fields is nothing.
+        sizes = section_bytes(request, segment, STAGED_BYTES)
         lowest = lowest_tiers(request, segment)
-        line_bytes = sum(
+        staged = sum(
             size
             for section, size in sizes.items()
             if (lowest[section] is Tier.DEVICE) is not request.update_on_device
         )
         most_bytes = STAGED_BYTES if request.update_on_device else STAGED_BYTES // HOST_BUFFER_COUNT
-        cap = min(cap, most_bytes // (line_bytes or sum(sizes.values())) * SHARD_ALIGNMENT_NUMEL)
+        most = most_bytes * STAGED_BYTES // (staged or sum(sizes.values()))
         if request.shares_update:
             passed = sizes[Section.GRADIENT] + sizes[Section.PARAMETER]
-            cap = min(cap, _SHARED_BYTES // passed * SHARD_ALIGNMENT_NUMEL)
+            most = min(most, _SHARED_BYTES * STAGED_BYTES // passed)
+        cap = min(cap, most // SHARD_ALIGNMENT_NUMEL * SHARD_ALIGNMENT_NUMEL)
     return max(cap, SHARD_ALIGNMENT_NUMEL)
 
 

@@ -10,7 +10,7 @@ fp32, and a divisor is a tensor, because torch multiplies by the reciprocal of a
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -20,12 +20,17 @@ from torch import Tensor
 
 from offload.codes import RoundingKey
 from offload.kernel_calls import Kept, Operands, check_base_count, update_operands
+from offload.kernels import BLOCK_NUMEL
 from offload.operands import StateArrays
 from offload.rules import AdamWScalars, UpdateScalars
+from offload.update_parts import GroupParts, UpdatePart
 
 DeviceKernelKind: TypeAlias = Literal["auto", "triton", "torch"]
 
 HALVES = (torch.bfloat16, torch.float16)
+
+PartsAndGradients: TypeAlias = tuple[Sequence[UpdatePart], Sequence[Tensor] | None]
+"""The parts of a sub-group and its gradients, or None for one gradient that is still to come."""
 
 
 class DeviceKernels(Protocol):
@@ -47,6 +52,25 @@ class DeviceKernels(Protocol):
         key: RoundingKey | None = None,
     ) -> None:
         """Update parameters and their state in place by the rule of the scalars."""
+
+    def prepare(
+        self, groups: Sequence[PartsAndGradients], device: torch.device
+    ) -> Sequence[GroupParts]:
+        """Return the parts of sub-groups for `update_parts`, whose order may be any.
+
+        What a device must know of them goes there now, for all at once and behind the work that
+        was issued before. The gradients must stay where they are until the updates were issued.
+        """
+
+    def update_parts(
+        self,
+        param: Tensor,
+        grads: Sequence[Tensor],
+        state: StateArrays,
+        scalars: UpdateScalars,
+        prepared: GroupParts,
+    ) -> None:
+        """Update the parts of one sub-group in place by the rule of the scalars."""
 
     def adamw_fp32(
         self,
@@ -92,6 +116,14 @@ class DeviceKernels(Protocol):
     def block_sums(self, values: Tensor, first_index: int) -> Tensor:
         """Return the fp64 sums of squares of the norm's blocks, shape [block], on the device."""
 
+    def block_sums_of(self, pieces: Sequence[tuple[Tensor, int]]) -> Tensor:
+        """Return the sums of blocks of several `(values, first index)`, one after another."""
+
+
+def block_count(numel: int, first_index: int) -> int:
+    """Return in how many of the norm's blocks elements from `first_index` on lie."""
+    return -(-(first_index % BLOCK_NUMEL + numel) // BLOCK_NUMEL) if numel else 0
+
 
 def add_block_sums(sums: npt.ArrayLike) -> float:
     """Add sums of blocks in their order, which gives what `Kernels.sum_squares` returns."""
@@ -106,6 +138,13 @@ def check_tensors(
 ) -> None:
     """Raise TypeError or ValueError unless a kernel may run on these named tensors."""
     operands = {**written, **read}
+    check_types(operands)
+    _check_alike(operands)
+    check_apart({name: tensor for name, (tensor, _) in operands.items()}, len(written))
+
+
+def check_types(operands: Mapping[str, tuple[Tensor, tuple[torch.dtype, ...]]]) -> None:
+    """Raise TypeError or ValueError unless these are flat tensors of their types."""
     for name, (tensor, dtypes) in operands.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -117,16 +156,18 @@ def check_tensors(
                 f"{name} must be contiguous with 1 dimension, got shape {tuple(tensor.shape)} with"
                 f" strides {tensor.stride()}; pass a contiguous flat view"
             )
-    _check_alike(operands)
-    check_apart({name: tensor for name, (tensor, _) in operands.items()}, len(written))
 
 
 def _check_alike(operands: Mapping[str, tuple[Tensor, tuple[torch.dtype, ...]]]) -> None:
     if len({tensor.numel() for tensor, _ in operands.values()}) > 1:
         lengths = ", ".join(f"{name} {tensor.numel()}" for name, (tensor, _) in operands.items())
         raise ValueError(f"all tensors must have one length, got {lengths}")
-    if len({tensor.device for tensor, _ in operands.values()}) > 1:
-        devices = ", ".join(f"{name} {tensor.device}" for name, (tensor, _) in operands.items())
+    _check_place({name: tensor for name, (tensor, _) in operands.items()})
+
+
+def _check_place(tensors: Mapping[str, Tensor]) -> None:
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        devices = ", ".join(f"{name} {tensor.device}" for name, tensor in tensors.items())
         raise ValueError(f"all tensors must be on one device, got {devices}")
 
 
@@ -175,6 +216,16 @@ def _gradient_dtypes(kept: Kept, param: Tensor) -> tuple[torch.dtype, ...]:
     return (torch.float16 if is_fp16 and kept is Kept.MASTER else torch.bfloat16, torch.float32)
 
 
+_Typed: TypeAlias = dict[str, tuple[Tensor, tuple[torch.dtype, ...]]]
+
+
+def _typed(found: Operands) -> _Typed:
+    return {
+        name: (value, tuple(_DTYPES[kind] for kind in kinds))
+        for name, (value, kinds) in found.items()
+    }
+
+
 def check_device_update(
     kept: Kept,
     operands: tuple[Tensor, Tensor],
@@ -185,16 +236,54 @@ def check_device_update(
     """Raise TypeError or ValueError unless an update may run on parameter, gradient and state."""
     param, grad = operands
     written, bases = update_operands(kept, param, state, scalars, key)
+    check_tensors(written=_typed(written), read={"grad": (grad, _gradient_dtypes(kept, param))})
+    _check_bases(param, bases)
 
-    def typed(found: Operands) -> dict[str, tuple[Tensor, tuple[torch.dtype, ...]]]:
-        return {
-            name: (value, tuple(_DTYPES[kind] for kind in kinds))
-            for name, (value, kinds) in found.items()
-        }
 
-    check_tensors(written=typed(written), read={"grad": (grad, _gradient_dtypes(kept, param))})
+def check_device_parts(
+    kept: Kept,
+    operands: tuple[Tensor, Sequence[Tensor]],
+    state: StateArrays,
+    scalars: UpdateScalars,
+    parts: Sequence[UpdatePart],
+) -> None:
+    """Raise TypeError or ValueError unless an update may run on the parts of a sub-group."""
+    param, grads = operands
+    written, bases = update_operands(kept, param, state, scalars, parts[0].key)
+    check_tensors(written=_typed(written), read={})
+    dtypes = _gradient_dtypes(kept, param)
+    read = {f"gradient {at}": (each, dtypes) for at, each in enumerate(grads)}
+    check_types(read)
+    tensors = {name: each for name, (each, _) in (*written.items(), *read.items())}
+    _check_place(tensors)
+    check_apart(tensors, len(written))
+    for part in parts:
+        there = grads[part.piece].numel()
+        if part.start + part.numel > param.numel() or part.offset + part.numel > there:
+            raise ValueError(
+                f"a part of {part.numel} elements from {part.start} on, or from {part.offset} on in"
+                f" its gradient, lies beyond {param.numel()} parameters or {there} gradients"
+            )
+    _check_bases(param, bases)
+
+
+def update_one_by_one(
+    kernels: DeviceKernels,
+    operands: tuple[Tensor, Sequence[Tensor]],
+    state: StateArrays,
+    scalars: UpdateScalars,
+    parts: Sequence[UpdatePart],
+) -> None:
+    """Update the parts of a sub-group, parameters and gradients, with a call for each."""
+    param, grads = operands
+    for part in parts:
+        there = state.part(part.inside)
+        kernels.update(param[part.inside], part.gradient(grads), there, scalars, part.key)
+
+
+def _check_bases(param: Tensor, bases: Operands) -> None:
     if bases:
-        check_tensors(written=typed(bases), read={})
+        check_tensors(written=_typed(bases), read={})
         check_base_count(param.numel(), {name: each.numel() for name, (each, _) in bases.items()})
 
 

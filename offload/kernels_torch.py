@@ -5,7 +5,7 @@ See [Note: device kernels] in offload/kernels_device.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import assert_never
 
 import torch
@@ -24,14 +24,17 @@ from offload.codes import (
 from offload.kernel_calls import Kept, UpdateCalls
 from offload.kernels import BLOCK_NUMEL, LANE_COUNT
 from offload.kernels_device import (
+    PartsAndGradients,
     check_device_update,
     check_fp16,
     check_join,
     check_norm,
     check_split,
+    update_one_by_one,
 )
 from offload.operands import StateArrays
 from offload.rules import UpdateScalars
+from offload.update_parts import GroupParts
 
 _CHUNK_NUMEL = 1 << 22
 _SIGN_BIT = -0x8000_0000
@@ -299,6 +302,24 @@ class TorchDeviceKernels(UpdateCalls):
             here = key.after(chunk.start) if key is not None else None
             _update_chunk(kept, (param[chunk], grad[chunk]), state.part(chunk), scalars, here)
 
+    def prepare(
+        self, groups: Sequence[PartsAndGradients], device: torch.device
+    ) -> Sequence[GroupParts]:
+        """Return the parts of sub-groups as they are."""
+        del device  # nothing goes there
+        return [GroupParts(parts) for parts, _ in groups]
+
+    def update_parts(
+        self,
+        param: Tensor,
+        grads: Sequence[Tensor],
+        state: StateArrays,
+        scalars: UpdateScalars,
+        prepared: GroupParts,
+    ) -> None:
+        """Update the parts of one sub-group in place by the rule of the scalars."""
+        update_one_by_one(self, (param, grads), state, scalars, prepared.parts)
+
     def split_master(self, master: Tensor, param: Tensor, residual: Tensor) -> None:
         """Write each master as a bf16 parameter and its residual, a NaN made quiet first."""
         check_split(master, param, residual)
@@ -326,6 +347,10 @@ class TorchDeviceKernels(UpdateCalls):
             for start, stop in _block_ranges(values.numel(), first_index)
         ]
         return torch.cat(sums) if sums else values.new_zeros(0, dtype=torch.float64)
+
+    def block_sums_of(self, pieces: Sequence[tuple[Tensor, int]]) -> Tensor:
+        """Return the sums of blocks of several `(values, first index)`, one after another."""
+        return torch.cat([self.block_sums(*each) for each in pieces])
 
 
 def _block_ranges(numel: int, first_index: int) -> Iterator[tuple[int, int]]:

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,19 +29,25 @@ import triton.language as tl
 from torch import Tensor
 
 from offload.codes import RoundingKey
-from offload.kernel_calls import Kept, UpdateCalls
+from offload.kernel_calls import Kept, UpdateCalls, kept_of
 from offload.kernels import BLOCK_NUMEL
 from offload.kernels_device import (
+    PartsAndGradients,
+    block_count,
+    check_device_parts,
     check_device_update,
     check_fp16,
     check_join,
     check_norm,
     check_split,
+    update_one_by_one,
 )
+from offload.launches import Launch, alike, offsets_from_first, on_device, prepare_launches
 from offload.operands import StateArrays
 from offload.rules import UpdateScalars
 from offload.triton_numbers import bf16_of, fp16_of, joined, quiet, widened
 from offload.triton_update import update
+from offload.update_parts import GroupParts
 
 _OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 
@@ -95,8 +103,7 @@ def _fold(lanes, HALF: tl.constexpr):
 
 
 @triton.jit
-def _block_sums(values, sums, lead, numel):
-    block = tl.program_id(0).to(tl.int64)
+def _block_sum(values, lead, numel, block):
     lane = tl.arange(0, 64)
     lanes = tl.zeros((64,), tl.float64)
     for row in range(64):
@@ -104,8 +111,27 @@ def _block_sums(values, sums, lead, numel):
         value = widened(tl.load(values + at, (at >= 0) & (at < numel), other=0.0)).to(tl.float64)
         lanes = lanes + value * value
     lanes = _fold(_fold(_fold(lanes, 32), 16), 8)
-    lanes = _fold(_fold(_fold(lanes, 4), 2), 1)
-    tl.store(sums + block + tl.arange(0, 1), lanes)
+    return _fold(_fold(_fold(lanes, 4), 2), 1)
+
+
+@triton.jit
+def _block_sums(values, sums, lead, numel):
+    block = tl.program_id(0).to(tl.int64)
+    tl.store(sums + block + tl.arange(0, 1), _block_sum(values, lead, numel, block))
+
+
+@triton.jit
+def _block_sums_of(values, sums, table):
+    """Sum the blocks of several pieces; a row has where one begins, its lead, its size and where
+    its sums begin."""
+    block = tl.program_id(0).to(tl.int64)
+    row = table + tl.program_id(1) * 4
+    start = tl.load(row)
+    lead = tl.load(row + 1)
+    numel = tl.load(row + 2)
+    if block * 4096 < lead + numel:
+        sums += tl.load(row + 3) + block
+        tl.store(sums + tl.arange(0, 1), _block_sum(values + start, lead, numel, block))
 
 
 def _launch(kernel: Any, *operands: Any, numel: int) -> None:
@@ -117,26 +143,33 @@ def _launch(kernel: Any, *operands: Any, numel: int) -> None:
             )
 
 
-def _launch_update(operands: tuple[Any, ...], shape: _Shape, how: tuple[int, int]) -> None:
-    """Run the update on all elements: on whole tiles, then on the rest."""
-    arrays, numel = operands[0], operands[-1]
+def _launch_update(
+    operands: tuple[Any, ...], shape: _Shape, how: tuple[int, int], launch: Launch | None = None
+) -> None:
+    """Run the update on all elements: on whole tiles, then on what is left of each part."""
+    arrays, numels = operands[0], launch.numels if launch is not None else operands[-1:]
     device = arrays[0].device
-    tiles = numel // shape.tile
+    tiles = max(numels) // shape.tile
     most = shape.programs * _processors(device) if shape.programs is not None else tiles
     options = {**_OPTIONS, "num_warps": shape.warps}
     if shape.registers is not None:
         options["maxnreg"] = shape.registers
+    table = launch.rows if launch is not None else None
     with torch.cuda.device(arrays[0].get_device()):
         if tiles:
-            update[(min(tiles, most),)](
-                *operands, HOW=(*how, False), TILE=shape.tile, STAGES=shape.stages, **options
-            )
-        if numel % shape.tile:
-            update[(1,)](
+            update[(min(tiles, most), len(numels))](
                 *operands,
+                table,
+                HOW=(*how, False),
+                SHAPE=(shape.tile, shape.stages),
+                **options,
+            )
+        if any(numel % shape.tile for numel in numels):
+            update[(1, len(numels))](
+                *operands,
+                table,
                 HOW=(*how, True),
-                TILE=shape.tile,
-                STAGES=1,
+                SHAPE=(shape.tile, 1),
                 num_warps=shape.warps,
                 **_OPTIONS,
             )
@@ -166,6 +199,25 @@ def _bases(state: StateArrays) -> tuple[Tensor | None, ...]:
     )
 
 
+def _arrays(
+    kept: Kept, operands: tuple[Tensor, Tensor], state: StateArrays
+) -> tuple[Tensor | None, ...]:
+    """Return what the update kernel calls its arrays, of parameter, gradient and state."""
+    param, grad = operands
+    weight = {Kept.OWN: param, Kept.MASTER: state.master}.get(kept, state.residual)
+    absent = weight  # a kernel does not touch what its rule or format lacks
+    moments = (
+        each if each is not None else absent
+        for each in (state.exp_avg, state.exp_avg_sq, *_bases(state))
+    )
+    return param, weight, grad, *moments
+
+
+def _how(kept: Kept, param: Tensor) -> int:
+    whole = _WHOLE_FP16 if param.dtype is torch.float16 else _WHOLE_BF16
+    return _KEPT.get(kept, whole)
+
+
 class TritonKernels(UpdateCalls):
     """The kernels in Triton, on CUDA devices."""
 
@@ -181,19 +233,37 @@ class TritonKernels(UpdateCalls):
         key: RoundingKey | None,
     ) -> None:
         check_device_update(kept, (param, grad), state, scalars, key)
-        weight = {Kept.OWN: param, Kept.MASTER: state.master}.get(kept, state.residual)
-        absent = weight  # a kernel does not touch what its rule or format lacks
-        moments = tuple(
-            each if each is not None else absent
-            for each in (state.exp_avg, state.exp_avg_sq, *_bases(state))
-        )
-        is_fp16 = param.dtype is torch.float16
-        how = _KEPT.get(kept, _WHOLE_FP16 if is_fp16 else _WHOLE_BF16)
-        values = _values(scalars)
         first, high = (key.first + key.low, key.high) if key is not None else (0, 0)
-        arrays = (param, weight, grad, *moments)
-        operands = (arrays, (*values, 1.0), _as_int32(first), _as_int32(high), param.numel())
+        words = (_as_int32(first), _as_int32(high))
+        arrays, how = _arrays(kept, (param, grad), state), _how(kept, param)
+        operands = (arrays, (*_values(scalars), 1.0), *words, param.numel())
         _launch_update(operands, _SHAPES.get(kept, _PLAIN), (how, scalars.rule_number))
+
+    def prepare(
+        self, groups: Sequence[PartsAndGradients], device: torch.device
+    ) -> Sequence[GroupParts]:
+        """Return the parts of sub-groups, with launches that have their places on the device."""
+        return prepare_launches(groups, device)
+
+    def update_parts(
+        self,
+        param: Tensor,
+        grads: Sequence[Tensor],
+        state: StateArrays,
+        scalars: UpdateScalars,
+        prepared: GroupParts,
+    ) -> None:
+        """Update the parts of one sub-group in place by the rule of the scalars."""
+        if not prepared.launches:
+            update_one_by_one(self, (param, grads), state, scalars, prepared.parts)
+            return
+        kept = kept_of(state)
+        check_device_parts(kept, (param, grads), state, scalars, prepared.parts)
+        arrays, how = _arrays(kept, (param, grads[0]), state), _how(kept, param)
+        operands = (arrays, (*_values(scalars), 1.0), 0, 0, 0)
+        for launch in prepared.launches:
+            shape = _SHAPES.get(kept, _PLAIN)
+            _launch_update(operands, shape, (how, scalars.rule_number), launch)
 
     def split_master(self, master: Tensor, param: Tensor, residual: Tensor) -> None:
         """Write each master as a bf16 parameter and its residual, a NaN made quiet first."""
@@ -213,10 +283,36 @@ class TritonKernels(UpdateCalls):
     def block_sums(self, values: Tensor, first_index: int) -> Tensor:
         """Return the fp64 sums of squares of the norm's blocks, shape [block], on the device."""
         check_norm(values, first_index)
-        lead = first_index % BLOCK_NUMEL
-        count = triton.cdiv(lead + values.numel(), BLOCK_NUMEL) if values.numel() else 0
+        count = block_count(values.numel(), first_index)
         sums = torch.empty(count, dtype=torch.float64, device=values.device)
         if count:
+            lead = first_index % BLOCK_NUMEL
             with torch.cuda.device(values.get_device()):
                 _block_sums[(count,)](values, sums, lead, values.numel(), num_warps=2, **_OPTIONS)
+        return sums
+
+    def block_sums_of(self, pieces: Sequence[tuple[Tensor, int]]) -> Tensor:
+        """Return the sums of blocks of several `(values, first index)`, one after another."""
+        for values, first_index in pieces:
+            check_norm(values, first_index)
+        tensors = [values for values, _ in pieces]
+        starts = offsets_from_first(tensors) if len(pieces) > 1 else None
+        if starts is None:
+            return torch.cat([self.block_sums(*each) for each in pieces])
+        counts = [block_count(values.numel(), first) for values, first in pieces]
+        ends = itertools.accumulate(counts)
+        launches = list(alike([count * BLOCK_NUMEL for count in counts]))
+        rows = [
+            (start, first % BLOCK_NUMEL, values.numel(), end - count)
+            for (values, first), start, end, count in zip(pieces, starts, ends, counts, strict=True)
+        ]
+        origin = tensors[0]
+        table = on_device([rows[at] for each in launches for at in each], origin.device)
+        sums = torch.empty(sum(counts), dtype=torch.float64, device=origin.device)
+        with torch.cuda.device(origin.get_device()):
+            for each in launches:
+                grid = (counts[each[0]], len(each))
+                if grid[0]:
+                    _block_sums_of[grid](origin, sums, table, num_warps=2, **_OPTIONS)
+                table = table[len(each) :]
         return sums

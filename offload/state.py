@@ -151,11 +151,20 @@ def update_sub_group(
     Raises:
         TypeError: if an optimizer without a kernel is to run on tensors of a device.
     """
-    if isinstance(scalars, GenericStep):
-        if not isinstance(parameter, np.ndarray):
-            raise TypeError(
-                "an optimizer without a kernel updates on the host: set update_device to cpu"
-            )
+    if isinstance(scalars, GenericStep) and isinstance(parameter, np.ndarray):
         scalars.apply(cast("Kernels", kernels), parameter, gradient, state)
         return
-    kernels.update(parameter, gradient, state, scalars, key)
+    kernels.update(parameter, gradient, state, kernel_scalars(scalars), key)
+
+
+def kernel_scalars(scalars: UpdateScalars | GenericStep) -> UpdateScalars:
+    """Return the scalars of an update by a kernel.
+
+    Raises:
+        TypeError: if the optimizer has none.
+    """
+    if isinstance(scalars, GenericStep):
+        raise TypeError(
+            "an optimizer without a kernel updates on the host: set update_device to cpu"
+        )
+    return scalars

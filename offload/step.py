@@ -15,7 +15,7 @@ from offload.ledger import Activity
 from offload.rules import UpdateScalars
 from offload.slots import Slot
 from offload.state import state_arrays
-from offload.step_device import StreamedUpdate
+from offload.step_device import StreamedUpdate, in_order
 from offload.step_host import update_on_host
 from offload.step_shared import OnUpdate, update_shared
 from offload.store import Store, count_use
@@ -51,6 +51,8 @@ def update(
     store.require_intact()
     pass_ = UpdatePass(store, scalars, rounding, pieces_of)
     groups = [group for group in store.plan.sub_groups if group.tier(Section.STATE) is not None]
+    if store.plan.request.update_on_device:
+        groups = in_order(groups)
     lend = _lender(store, groups)
     store.parameter_version += 1
     moved: list[str] = []
@@ -98,8 +100,8 @@ def _update_all(
     if store.sharing is not None:
         store.update_fence = update_shared(pass_, store.sharing, note, groups, lend)
     elif store.plan.request.update_on_device:
-        streamed = StreamedUpdate(pass_, functools.partial(note, side="device"))
-        store.update_fence = streamed.run(groups, lend)
+        streamed = StreamedUpdate(pass_, groups, functools.partial(note, side="device"))
+        store.update_fence = streamed.run(lend)
     else:
         update_on_host(pass_, functools.partial(note, side="host"), groups)
 

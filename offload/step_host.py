@@ -52,7 +52,10 @@ class _Visit:
 
 
 class HostUpdate:
-    """The part of one update that the host does, see [Note: host visits]."""
+    """The part of one update that the host does, see [Note: host visits].
+
+    No copy of an earlier update may be in flight.
+    """
 
     def __init__(
         self,
@@ -79,7 +82,6 @@ class HostUpdate:
         """Elements that were updated."""
         self.seconds = 0.0
         """What their kernels took."""
-        store.device.settle()  # what a kernel writes may still be copied
         store.device.start_aside()
 
     @property
@@ -220,6 +222,7 @@ def update_on_host(
     pass_: UpdatePass, on_update: Callable[[SubGroup], None], groups: Sequence[SubGroup]
 ) -> None:
     """Update all sub-groups of a device's model on the host; none rests on NVMe."""
+    pass_.store.device.settle()
     with open_queue(pass_.store.kernels, spares_a_core=False) as queue:
         host = HostUpdate(pass_, queue, on_update, {group.segment for group in groups})
         for group in groups:

@@ -96,9 +96,14 @@ def update_shared(
     """
     begin = time.perf_counter()
     is_shared, is_open = sharing.is_next, sharing.trial.is_open
-    device = StreamedUpdate(pass_, functools.partial(on_update, side="device"))
+    device = StreamedUpdate(pass_, groups, functools.partial(on_update, side="device"))
     if is_shared:
+        # What a kernel of the host writes may still be copied.
+        pass_.store.device.settle()
         order = _Order(groups, sharing.host_count)
+        first = order.first()
+        if first is not None:
+            device.take(order.take_first(first), lend(first))
         with open_queue(pass_.store.kernels, spares_a_core=True) as queue:
             segments = {group.segment for group in groups if host_may_take(group)}
             on_host = functools.partial(on_update, side="host")
@@ -106,7 +111,7 @@ def update_shared(
             fence, device_seconds = _share(sharing, order, host, device, lend)
             _note_rates(sharing, groups, (host.seconds, host.numel), device_seconds)
     else:
-        fence = device.run(groups, lend)
+        fence = device.run(lend)
     if is_open:
         fence.wait()
     sharing.trial.note(time.perf_counter() - begin, shared=is_shared)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from offload import triton_adam, triton_codes
+from offload.launches import ROW_NUMEL
 from offload.triton_numbers import bf16_of, fp16_of, joined, sign_of, widened, with_one_nan
 
 # How the master of a parameter is kept.
@@ -30,6 +31,7 @@ _LION = tl.constexpr(2)
 _ADAGRAD = tl.constexpr(3)
 _SGD = tl.constexpr(4)
 
+_ROW = tl.constexpr(ROW_NUMEL)
 _ADAMW_ASM = tl.constexpr(triton_adam.ADAMW_ASM)
 _ADAM_ASM = tl.constexpr(triton_adam.ADAM_ASM)
 _ADAM_CONSTRAINTS = tl.constexpr(triton_adam.CONSTRAINTS)
@@ -325,11 +327,46 @@ def _bases_of(arrays, key, tile, whole, row, HOW: tl.constexpr):
     return _bases(here, row, (row >= 0) & (tile < whole), HOW[0], HOW[1])
 
 
+@triton.jit
+def _at_part(arrays, row):
+    """Return the arrays from where a part begins, its key and its size, from a row of a table.
+
+    Arrays begin at multiples of 32 elements, gradients at multiples of 8.
+    """
+    param, weight, grad, exp_avg, exp_avg_sq, exp_avg_base, exp_avg_sq_base = arrays
+    start = tl.multiple_of(tl.load(row), 32)
+    grad_start = tl.multiple_of(tl.load(row + 1), 8)
+    numel = tl.load(row + 2)
+    first = tl.load(row + 3)
+    high = tl.load(row + 4)
+    block = start // 32
+    arrays = (
+        param + start,
+        weight + start,
+        grad + grad_start,
+        exp_avg + start,
+        exp_avg_sq + start,
+        exp_avg_base + block,
+        exp_avg_sq_base + block,
+    )
+    return arrays, first, high, numel
+
+
 @triton.jit(do_not_specialize=["first", "high", "numel"])
 def update(
-    arrays, scalars, first, high, numel, HOW: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr
+    arrays,
+    scalars,
+    first,
+    high,
+    numel,
+    table,
+    HOW: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Update the whole tiles there are, or the rest, as HOW says after format and rule.
+
+    With a table, whose rows are those of [Note: launches], the second number of a program is that
+    of its part.
 
     A program has a tile. Those of `compact` go on to others, whose arrays are copied to shared
     memory meanwhile: arithmetic takes as long as memory does there, so they must not take turns.
@@ -340,6 +377,10 @@ def update(
     KEPT: tl.constexpr = HOW[0]
     RULE: tl.constexpr = HOW[1]
     IS_REST: tl.constexpr = HOW[2]
+    TILE: tl.constexpr = SHAPE[0]
+    STAGES: tl.constexpr = SHAPE[1]
+    if table is not None:
+        arrays, first, high, numel = _at_part(arrays, table + tl.program_id(1) * _ROW)
     if KEPT == _COMPACT:  # a row a block, so that its greatest is found within a row
         row = tl.expand_dims(tl.arange(0, TILE // 32), 1)
         lane = row * 32 + tl.expand_dims(tl.arange(0, 32), 0)
@@ -366,7 +407,7 @@ def update(
             bases = (m_base, v_base)
             _update_tile(here, bases, scalars, words, lanes, (None, None), KEPT, RULE)
             m_base, v_base = ahead
-    else:
+    elif start < whole:  # a part may have fewer tiles than the largest of its launch
         here, words = _from(arrays, key, start, TILE)
         bases = _bases(here, row, None, KEPT, RULE)
         _update_tile(here, bases, scalars, words, lanes, (None, None), KEPT, RULE)

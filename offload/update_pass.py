@@ -9,11 +9,11 @@ from estimators import SubGroup
 from offload.codes import RoundingKey
 from offload.generic import GenericStep
 from offload.kernels import Kernels
-from offload.kernels_device import DeviceKernels
 from offload.operands import StateArrays, Values
 from offload.rules import UpdateScalars
 from offload.state import update_sub_group
 from offload.store import Store
+from offload.update_parts import UpdatePart
 
 GradientPieces = Sequence[tuple[int, Values]]
 """(where in the shard, values): gradients of a segment that are not in one array."""
@@ -69,37 +69,52 @@ class UpdatePass:
         if lossy and self.rounding is None:
             raise ValueError(f"{lossy[0]} is stored in a lossy format; pass what it rounds by")
 
-    def parts(
+    def parts_of(self, group: SubGroup, pieces: Sequence[tuple[int, int]]) -> Sequence[UpdatePart]:
+        """Return the parts of a sub-group whose gradients are pieces of a shard.
+
+        What lies between pieces is padding, which is zero and stays so.
+
+        Args:
+            group: the sub-group.
+            pieces: of each gradient, where it begins in the shard and how many elements it has.
+        """
+        found = []
+        for number, (start, numel) in enumerate(pieces):
+            low, high = max(start, group.start), min(start + numel, group.stop)
+            for first, stop, key in self._keyed(group, low, high) if low < high else ():
+                part = UpdatePart(first - group.start, stop - first, number, first - start, key)
+                found.append(part)
+        return found
+
+    def _keyed(
         self, group: SubGroup, low: int, high: int
     ) -> Iterable[tuple[int, int, RoundingKey | None]]:
-        """Return what one call of the kernel updates of elements `[low, high)` of a shard."""
+        """Return what has one key of elements `[low, high)` of a shard."""
         request = self.store.plan.request
         if self.rounding is None or not request.rounds(request.segments[group.segment]):
             return [(low, high, None)]
         return self.rounding.parts(group.segment, low, high)
 
+    def scalars_of(self, group: SubGroup) -> UpdateScalars | GenericStep:
+        """Return the scalars of a sub-group's optimizer settings."""
+        return self.scalars[self.store.plan.request.segments[group.segment].param_group]
+
     def update(
         self,
-        kernels: Kernels | DeviceKernels,
+        kernels: Kernels,
         group: SubGroup,
         operands: tuple[Values, StateArrays],
         pieces: GradientPieces,
     ) -> None:
-        """Update parameters and state of a sub-group, in place, from gradients in the shard.
-
-        What lies between pieces is padding, which is zero and stays so.
-        """
+        """Update parameters and state of a sub-group on the host, in place, from gradients."""
         parameter, state = operands
-        scalars = self.scalars[self.store.plan.request.segments[group.segment].param_group]
-        for start, gradient in pieces:
-            low, high = max(start, group.start), min(start + len(gradient), group.stop)
-            for first, stop, key in self.parts(group, low, high) if low < high else ():
-                inside = slice(first - group.start, stop - group.start)
-                update_sub_group(
-                    kernels,
-                    parameter[inside],
-                    gradient[first - start : stop - start],
-                    state.part(inside),
-                    scalars,
-                    key,
-                )
+        gradients = [gradient for _, gradient in pieces]
+        for part in self.parts_of(group, [(start, len(each)) for start, each in pieces]):
+            update_sub_group(
+                kernels,
+                parameter[part.inside],
+                part.gradient(gradients),
+                state.part(part.inside),
+                self.scalars_of(group),
+                part.key,
+            )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from offload import Kernels, Store, add_block_sums, array_at, tensor_span
+from offload.kernels_device import block_count
 from zero.unit import Segment
 
 
@@ -25,29 +26,48 @@ class SquaredNorms:
         self._squares = torch.zeros(count, dtype=torch.float64)
         self._on_device: dict[int, torch.Tensor] = {}
         """Sums of blocks by parameter, on a device, that are not in `_squares` yet."""
+        self._waiting: dict[int, torch.Tensor] = {}
+        """Gradients by parameter, on a device, that are measured when rows are asked for."""
 
     def clear(self, segment: Segment) -> None:
         """Note that a segment has no gradients."""
         for member in segment.members:
             self._squares[member.order] = 0.0
             self._on_device.pop(member.order, None)
+            self._waiting.pop(member.order, None)
 
     def measure_shard(self, segment: Segment, shard: torch.Tensor) -> None:
         """Measure the gradients in this rank's shard of a segment."""
         self.clear(segment)
-        for piece in segment.pieces:
-            values = shard[piece.start : piece.start + piece.numel]
-            self._measure(segment, piece.index, values, piece.first)
+        pieces = [
+            (segment.members[piece.index].order, shard[piece.start : piece.start + piece.numel])
+            for piece in segment.pieces
+            if piece.numel
+        ]
+        self._measure(segment, pieces, [piece.first for piece in segment.pieces if piece.numel])
 
     def measure(self, segment: Segment, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Measure whole gradients of the members of a segment, flat; None counts as zero."""
+        """Measure whole gradients of the members of a segment, flat; None counts as zero.
+
+        On a device they must stay as they are until `rows` is called: all are measured at once.
+        """
         self.clear(segment)
-        for position, gradient in enumerate(gradients):
-            if gradient is not None:
-                self._measure(segment, position, gradient, 0)
+        pieces = [
+            (segment.members[position].order, gradient)
+            for position, gradient in enumerate(gradients)
+            if gradient is not None and gradient.numel()
+        ]
+        if self._store.device.is_host:
+            self._measure(segment, pieces, [0] * len(pieces))
+        else:
+            self._waiting.update(pieces)
 
     def rows(self) -> torch.Tensor:
         """Return the squares by the order of the parameters, fp64, on the host."""
+        if self._waiting:
+            values = list(self._waiting.values())
+            self._sum_blocks(list(self._waiting), values, [0] * len(values))
+            self._waiting.clear()
         if self._on_device:
             sums = torch.cat(list(self._on_device.values())).cpu().numpy()
             start = 0
@@ -58,12 +78,25 @@ class SquaredNorms:
             self._on_device.clear()
         return self._squares
 
-    def _measure(self, segment: Segment, position: int, values: torch.Tensor, first: int) -> None:
-        if not values.numel():
+    def _measure(
+        self, segment: Segment, pieces: Sequence[tuple[int, torch.Tensor]], firsts: Sequence[int]
+    ) -> None:
+        """Measure, now, parts of gradients of which `firsts` elements come before."""
+        if not pieces:
             return
-        order = segment.members[position].order
-        if self._store.device.is_host:
+        if not self._store.device.is_host:
+            self._sum_blocks([order for order, _ in pieces], [each for _, each in pieces], firsts)
+            return
+        for (order, values), first in zip(pieces, firsts, strict=True):
             array = array_at(tensor_span(values), segment.spec.gradient, values.numel())
             self._squares[order] = self._kernels.sum_squares(array, first)
-        else:
-            self._on_device[order] = self._store.device_kernels.block_sums(values, first)
+
+    def _sum_blocks(
+        self, orders: Sequence[int], values: Sequence[torch.Tensor], firsts: Sequence[int]
+    ) -> None:
+        """Have the device sum the squares of the norm's blocks, those of all tensors at once."""
+        counts = [
+            block_count(each.numel(), first) for each, first in zip(values, firsts, strict=True)
+        ]
+        sums = self._store.device_kernels.block_sums_of(list(zip(values, firsts, strict=True)))
+        self._on_device.update(zip(orders, torch.split(sums, counts), strict=True))
