@@ -12,7 +12,7 @@ from offload.device import (
     elements_at,
     open_cuda_device,
 )
-from offload.device_checksums import DeviceChecksums
+from offload.device_checksums import DeviceChecksums, checksums_of_all
 from offload.footprint import disk_bytes, process_bytes, resident_set_bytes
 from offload.generic import GenericStep
 from offload.heap import HeapTrimmer
@@ -115,6 +115,7 @@ __all__ = [
     "add_block_sums",
     "array_at",
     "carve_slots",
+    "checksums_of_all",
     "copy_bytes",
     "disk_bytes",
     "elements_at",

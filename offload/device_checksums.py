@@ -28,18 +28,32 @@ class DeviceChecksums:
         bounds = [
             [start * size // LINE_BYTES, -(-stop * size // LINE_BYTES)] for start, stop in ranges
         ]
-        self._bounds = torch.tensor(bounds, dtype=torch.int64).view(-1, 2).to(flat.device)
+        self.bounds = torch.tensor(bounds, dtype=torch.int64).view(-1, 2).to(flat.device)
+        """First and last line of each range, shape `[ranges, 2]`."""
         self._kernel: Any = None
+        self.kernel_of_all: Any = None
+        """What sums up several buffers at once, if there is such a kernel on the device."""
         if triton_unavailable_reason(flat.device) is None:
-            self._kernel = importlib.import_module("offload.triton_checksums").line_sums
+            kernels = importlib.import_module("offload.triton_checksums")
+            self._kernel, self.kernel_of_all = kernels.line_sums, kernels.line_sums_of
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the checksums, int64, shape `[ranges]`, on the device; the host waits for none."""
         words = flat.view(torch.int64)
         if self._kernel is not None:
-            sums: torch.Tensor = self._kernel(words, self._bounds)
+            sums: torch.Tensor = self._kernel(words, self.bounds)
             return sums
-        return sums_of_lines(words, self._bounds)
+        return sums_of_lines(words, self.bounds)
+
+
+def checksums_of_all(buffers: Sequence[tuple[DeviceChecksums, torch.Tensor]]) -> torch.Tensor:
+    """Return the checksums of several buffers of a device, one after another, int64."""
+    kernel = buffers[0][0].kernel_of_all
+    if kernel is None:
+        return torch.cat([checksums.of(flat) for checksums, flat in buffers])
+    words = [flat.view(torch.int64) for _, flat in buffers]
+    sums: torch.Tensor = kernel(words, [checksums.bounds for checksums, _ in buffers])
+    return sums
 
 
 def sums_of_lines(words: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:

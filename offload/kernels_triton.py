@@ -301,7 +301,7 @@ class TritonKernels(UpdateCalls):
             return torch.cat([self.block_sums(*each) for each in pieces])
         counts = [block_count(values.numel(), first) for values, first in pieces]
         ends = itertools.accumulate(counts)
-        launches = list(alike([count * BLOCK_NUMEL for count in counts]))
+        launches = alike([count * BLOCK_NUMEL for count in counts])
         rows = [
             (start, first % BLOCK_NUMEL, values.numel(), end - count)
             for (values, first), start, end, count in zip(pieces, starts, ends, counts, strict=True)

@@ -11,7 +11,8 @@ find nothing to do. The squares of gradients, which a step begins with, are summ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,8 @@ _GRADIENT_MULTIPLE = 8
 _ALIGNMENT_BYTES = 16
 _SPREAD = 8
 _FEW_NUMEL = 1 << 22
+_MOST_ROWS = 65_535
+"""As many rows of programs as a launch may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +59,41 @@ def prepare_launches(groups: Sequence[PartsAndGradients], device: torch.device) 
             chosen = [parts[at] for at in positions]
             planned[-1].append(chosen)
             rows.extend(_row(part, starts[part.piece]) for part in chosen)
-    table = on_device(rows, device)
-    found, end = [], 0
-    for (parts, _), launches in zip(groups, planned, strict=True):
-        made = []
-        for each in launches:
-            made.append(Launch(table[end : end + len(each)], tuple(part.numel for part in each)))
-            end += len(each)
-        found.append(GroupParts(parts, made))
-    return found
+    tables = iter(
+        torch.split(on_device(rows, device), [len(each) for some in planned for each in some])
+        if rows
+        else ()
+    )
+    return [
+        GroupParts(
+            parts, [Launch(next(tables), tuple(part.numel for part in each)) for each in some]
+        )
+        for (parts, _), some in zip(groups, planned, strict=True)
+    ]
 
 
-def alike(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
+def alike(sizes: Sequence[int]) -> Sequence[Sequence[int]]:
     """Divide positions so that in each division programs for the largest are not too many for all.
 
     Args:
         sizes: elements of what is at each position.
     """
+    return _alike(tuple(sizes))
+
+
+@functools.lru_cache(maxsize=4096)  # every step asks for the same ones
+def _alike(sizes: tuple[int, ...]) -> Sequence[Sequence[int]]:
+    divisions = []
     left = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
     while left:
         largest = sizes[left[0]]
         count = len(left)
         if count * largest > 2 * sum(sizes[at] for at in left) + _FEW_NUMEL:
             count = sum(sizes[at] * _SPREAD > largest for at in left)
-        yield left[:count]
+        count = min(count, _MOST_ROWS)
+        divisions.append(left[:count])
         left = left[count:]
+    return divisions
 
 
 def offsets_from_first(tensors: Sequence[Tensor]) -> Sequence[int] | None:

@@ -39,6 +39,7 @@ from offload.residents import Residents
 from offload.sharing import sharing_of
 from offload.slots import Slot, carve_slots
 from offload.transfers import SlotTransfers
+from offload.update_parts import PartPlace
 from offload.whole_records import WholeRecords
 
 _GRADIENT = frozenset({Section.GRADIENT})
@@ -143,6 +144,8 @@ class Store:
         self.ledger, self.kernels, self.device = parts.ledger, parts.kernels, parts.device
         self.device_kernels: DeviceKernels = load_device_kernels(parts.device.torch_device)
         """For what lies on a device that is not the host."""
+        self.places: dict[tuple[object, ...], Sequence[PartPlace]] = {}
+        """Where the parts of sub-groups are, as `UpdatePass` has found them."""
         self.heap = HeapTrimmer()
         """Who frees much of what this store's users unshard or copy says so here."""
         self.engine = parts.engine

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload.codes import RoundingKey
 from offload.operands import Values
+
+
+class PartPlace(NamedTuple):
+    """Where a part is, at every step the same, and which elements of a parameter it has."""
+
+    start: int
+    numel: int
+    piece: int
+    offset: int
+    name: str
+    """Empty where nothing is rounded at random."""
+    first: int
+    """First element, in the parameter."""
 
 
 @dataclass(frozen=True, slots=True)

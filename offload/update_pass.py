@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from estimators import SubGroup
@@ -13,7 +13,7 @@ from offload.operands import StateArrays, Values
 from offload.rules import UpdateScalars
 from offload.state import update_sub_group
 from offload.store import Store
-from offload.update_parts import UpdatePart
+from offload.update_parts import PartPlace, UpdatePart
 
 GradientPieces = Sequence[tuple[int, Values]]
 """(where in the shard, values): gradients of a segment that are not in one array."""
@@ -40,17 +40,22 @@ class Rounding:
     pieces: Sequence[Sequence[NamedPiece]]
     """Of each segment, in the order of its shard."""
 
-    def parts(
-        self, segment: int, low: int, high: int
-    ) -> Iterator[tuple[int, int, RoundingKey | None]]:
-        """Yield `(start, stop, key)` of what lies in elements `[low, high)` of a shard."""
+    def parts(self, segment: int, low: int, high: int) -> Iterator[tuple[int, int, str, int]]:
+        """Yield `(start, stop, name, first)` of what lies in elements `[low, high)` of a shard.
+
+        `first` is the number of the element at `start` in the parameter called `name`.
+        """
         for piece in self.pieces[segment]:
             start, stop = max(low, piece.start), min(high, piece.start + piece.numel)
             while start < stop:
                 first = piece.first + start - piece.start
                 end = min(stop, start + (1 << 32) - first % (1 << 32))
-                yield start, end, RoundingKey.derive(self.seed, self.step, piece.name, first)
+                yield start, end, piece.name, first
                 start = end
+
+    def key(self, name: str, first: int) -> RoundingKey:
+        """Return what elements of a parameter from `first` on are rounded by."""
+        return RoundingKey.derive(self.seed, self.step, name, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +83,24 @@ class UpdatePass:
             group: the sub-group.
             pieces: of each gradient, where it begins in the shard and how many elements it has.
         """
-        found = []
-        for number, (start, numel) in enumerate(pieces):
-            low, high = max(start, group.start), min(start + numel, group.stop)
-            for first, stop, key in self._keyed(group, low, high) if low < high else ():
-                part = UpdatePart(first - group.start, stop - first, number, first - start, key)
-                found.append(part)
-        return found
-
-    def _keyed(
-        self, group: SubGroup, low: int, high: int
-    ) -> Iterable[tuple[int, int, RoundingKey | None]]:
-        """Return what has one key of elements `[low, high)` of a shard."""
         request = self.store.plan.request
-        if self.rounding is None or not request.rounds(request.segments[group.segment]):
-            return [(low, high, None)]
-        return self.rounding.parts(group.segment, low, high)
+        rounding = self.rounding
+        if rounding is None or not request.rounds(request.segments[group.segment]):
+            rounding = None
+        wanted = (group.segment, group.start, group.stop, tuple(pieces))
+        places = self.store.places.get(wanted)
+        if places is None:
+            places = self.store.places[wanted] = list(_places(group, pieces, rounding))
+        return [
+            UpdatePart(
+                place.start,
+                place.numel,
+                place.piece,
+                place.offset,
+                rounding.key(place.name, place.first) if rounding is not None else None,
+            )
+            for place in places
+        ]
 
     def scalars_of(self, group: SubGroup) -> UpdateScalars | GenericStep:
         """Return the scalars of a sub-group's optimizer settings."""
@@ -117,4 +124,21 @@ class UpdatePass:
                 state.part(part.inside),
                 self.scalars_of(group),
                 part.key,
+            )
+
+
+def _places(
+    group: SubGroup, pieces: Sequence[tuple[int, int]], rounding: Rounding | None
+) -> Iterator[PartPlace]:
+    """Yield where the parts of a sub-group are."""
+    for number, (start, numel) in enumerate(pieces):
+        low, high = max(start, group.start), min(start + numel, group.stop)
+        if low >= high:
+            continue
+        named = (
+            [(low, high, "", 0)] if rounding is None else rounding.parts(group.segment, low, high)
+        )
+        for first, stop, name, first_of_name in named:
+            yield PartPlace(
+                first - group.start, stop - first, number, first - start, name, first_of_name
             )

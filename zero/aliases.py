@@ -8,6 +8,7 @@ segment is used again. The memory is known by a weak reference: it goes when its
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -16,6 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from estimators import FlatLayout, SegmentSpec
 from offload import DeviceChecksums, tensor_span
 from zero.late import Checksums
+
+if TYPE_CHECKING:
+    from zero.unit import Segment
 
 
 def checksums(
@@ -48,6 +52,13 @@ def checksums_of(flat: torch.Tensor, layout: FlatLayout) -> DeviceChecksums:
     """Return what computes the checksums of buffers of this layout on their device."""
     ranges = [(at, at + numel) for at, numel in zip(layout.offsets, layout.numels, strict=True)]
     return DeviceChecksums(flat, ranges)
+
+
+def device_checksums(segment: Segment) -> DeviceChecksums:
+    """Return what sums up the values of a segment where they are, on a device."""
+    if segment._device_checksums is None:
+        segment._device_checksums = checksums_of(segment.flat, segment.layout)
+    return segment._device_checksums
 
 
 class LateAliases:

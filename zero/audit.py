@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zero.late import differences
+from offload import checksums_of_all
+from zero.aliases import device_checksums
+from zero.late import known_checksums
 from zero.unit import Segment
 
 
@@ -16,16 +18,23 @@ def begin_audit(segments: Sequence[Segment]) -> Callable[[], None]:
     Until parameters are accepted anew, or the step ends, `Segment.changed` then knows without
     asking the device.
     """
-    compared = [(segment, differences(segment)) for segment in segments]
-    pending = [(segment, flags) for segment, flags in compared if flags is not None]
+    compared, known = [], []
+    for segment in segments:
+        sums = known_checksums(segment)
+        if sums is not None:
+            compared.append(segment)
+            known.append(sums)
+    if not compared:
+        return lambda: None
+    differs = torch.cat(known) != checksums_of_all(
+        [(device_checksums(segment), segment.flat) for segment in compared]
+    )
 
     def finish() -> None:
-        if not pending:
-            return
-        found = torch.cat([flags for _, flags in pending]).tolist()
+        found = differs.tolist()
         start = 0
-        for segment, flags in pending:
-            stop = start + len(flags)
+        for segment, sums in zip(compared, known, strict=True):
+            stop = start + len(sums)
             segment.audited = [at for at, is_new in enumerate(found[start:stop]) if is_new]
             start = stop
 

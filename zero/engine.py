@@ -216,8 +216,9 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         if reducer is None:
             raise RuntimeError("an engine with an optimizer has no gradient reducer")
         reducer.shown.adopt()
+        finish_norm = reducer.begin_norm()
         finish_audit = begin_audit(self._runtime.segments)
-        norm = reducer.global_norm() / self.loss_scaler.cur_scale
+        norm = finish_norm() / self.loss_scaler.cur_scale
         finish_audit()
         require_no_late_differences(self._runtime.segments)
         self._grad_norm, self._clipped_norm = norm, None

@@ -117,10 +117,13 @@ class GradientReducer:
             return segment.index in self._scratch
         return bool(self._scratch) or self._passing.is_exchanging or self.kept.is_arriving
 
-    def global_norm(self) -> float:
-        """Return the L2 norm of the accumulated gradients of all ranks, in fp64. A collective."""
+    def begin_norm(self) -> Callable[[], float]:
+        """Issue what measures the accumulated gradients; the call returned waits for it.
+
+        That one returns their L2 norm over all ranks, in fp64. A collective.
+        """
         self._passing.let_leave(0)
-        return self.norm.take()
+        return self.norm.begin()
 
     def _before_arrival(self, _gradient: torch.Tensor) -> None:
         """Clear what autograd must not add to: of a failed backward, or shown."""

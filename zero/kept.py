@@ -73,10 +73,12 @@ class KeptGradients:
         gradient = raw_gradient(segment.members[position].parameter)
         if gradient is None:
             return None
-        plain = gradient.detach()
+        plain, dtype = gradient.detach(), torch_dtype(segment.spec.gradient)
+        if plain.dtype is dtype and plain.layout is torch.strided and plain.is_contiguous():
+            return plain.view(-1)
         if plain.layout is not torch.strided:
             plain = plain.to_dense()
-        return plain.to(torch_dtype(segment.spec.gradient)).contiguous().reshape(-1)
+        return plain.to(dtype).contiguous().reshape(-1)
 
     def set_part(self, segment: Segment, position: int, start: int, values: torch.Tensor) -> None:
         """Set elements of the gradient of one parameter from `start` on."""

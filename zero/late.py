@@ -62,10 +62,7 @@ def require_no_late_differences(segments: Sequence[Segment]) -> None:
         )
 
 
-def differences(segment: Segment) -> torch.Tensor | None:
-    """Return, on the device, which masters are older than their parameters, if any may be."""
-    known = segment._checksums
-    if not (segment._has_masters and isinstance(known, torch.Tensor) and len(known)):
-        return None
-    new = segment.checksums()
-    return known != new if isinstance(new, torch.Tensor) else None
+def known_checksums(segment: Segment) -> torch.Tensor | None:
+    """Return checksums, on a device, of the values that a segment's masters have, if it has any."""
+    known = segment._checksums if segment._has_masters else None
+    return known if isinstance(known, torch.Tensor) and len(known) else None

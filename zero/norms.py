@@ -7,7 +7,7 @@ rest at their parameters, and those that somebody has set since.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -60,10 +60,11 @@ class GradientNorm:
         """Forget what was set, at the end of a window."""
         self._unmeasured.clear()
 
-    def take(self) -> float:
-        """Return the L2 norm of the accumulated gradients of all ranks, computed in fp64.
+    def begin(self) -> Callable[[], float]:
+        """Issue what measures the accumulated gradients; the call returned waits for it.
 
-        Squares are summed in parameter then rank order, see [Note: block norm]. A collective.
+        That one returns the L2 norm of all ranks, computed in fp64. Squares are summed in parameter
+        then rank order, see [Note: block norm]. A collective.
         """
         for segment in self._segments:
             if self._kept.keeps(segment):
@@ -72,6 +73,10 @@ class GradientNorm:
                 self._measure_stored(segment)
             if not self._store.has_gradient(segment.index):
                 self._squares.clear(segment)
+        self._squares.issue()
+        return self._take
+
+    def _take(self) -> float:
         self._communicator.join("a step")
         rows = self._communicator.gather_rows(self._squares.rows())
         bad = torch.nonzero(~torch.isfinite(rows).all(0)).reshape(-1).tolist()

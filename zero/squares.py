@@ -49,7 +49,7 @@ class SquaredNorms:
     def measure(self, segment: Segment, gradients: Sequence[torch.Tensor | None]) -> None:
         """Measure whole gradients of the members of a segment, flat; None counts as zero.
 
-        On a device they must stay as they are until `rows` is called: all are measured at once.
+        On a device they must stay as they are until `issue` or `rows` is called.
         """
         self.clear(segment)
         pieces = [
@@ -62,12 +62,16 @@ class SquaredNorms:
         else:
             self._waiting.update(pieces)
 
-    def rows(self) -> torch.Tensor:
-        """Return the squares by the order of the parameters, fp64, on the host."""
+    def issue(self) -> None:
+        """Have the device sum what waits for it, all at once."""
         if self._waiting:
             values = list(self._waiting.values())
             self._sum_blocks(list(self._waiting), values, [0] * len(values))
             self._waiting.clear()
+
+    def rows(self) -> torch.Tensor:
+        """Return the squares by the order of the parameters, fp64, on the host."""
+        self.issue()
         if self._on_device:
             sums = torch.cat(list(self._on_device.values())).cpu().numpy()
             start = 0

@@ -36,7 +36,7 @@ from offload import (
     has_field,
 )
 from offload.arrays import torch_dtype
-from zero.aliases import LateAliases, checksums, checksums_of
+from zero.aliases import LateAliases, checksums, device_checksums
 from zero.coming import ComingParameters, gather_flat, read_flat
 from zero.comm import Communicator
 from zero.late import Checksums, differing
@@ -220,9 +220,8 @@ class Segment:
 
     def checksums(self, positions: Sequence[int] | None = None) -> Checksums:
         """Return a checksum of the values of each parameter, or of those at some positions."""
-        if not self._device.is_host and self._device_checksums is None:
-            self._device_checksums = checksums_of(self.flat, self.layout)
-        return checksums(self.flat, self.layout, positions, self._device_checksums)
+        on_device = None if self._device.is_host else device_checksums(self)
+        return checksums(self.flat, self.layout, positions, on_device)
 
     def collect_strays(self) -> None:
         """Copy the values of parameters that were moved off the flat buffer back into it.

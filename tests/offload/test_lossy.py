@@ -155,7 +155,8 @@ def test_random_bits_do_not_depend_on_the_number_of_ranks() -> None:
             for piece in pieces:
                 middle = piece.start + piece.numel // 128 * 64
                 for low, high in ((piece.start, middle), (middle, piece.start + piece.numel)):
-                    for start, stop, key in rounding.parts(0, low, high):
+                    for start, stop, name, number in rounding.parts(0, low, high):
+                        key = rounding.key(name, number)
                         at = piece.first + start - piece.start
                         words[piece.index][at : at + stop - start] = random_words(
                             key, stop - start
@@ -169,11 +170,12 @@ def test_random_bits_do_not_depend_on_the_number_of_ranks() -> None:
 def test_one_call_never_crosses_two_to_the_32_elements() -> None:
     edge = (1 << 32) - 64
     rounding = Rounding(1, 2, [[NamedPiece("huge", edge, 0, 128)]])
-    (low, middle, below), (start, stop, beyond) = rounding.parts(0, 0, 128)
+    (low, middle, *below), (start, stop, *beyond) = rounding.parts(0, 0, 128)
     assert (low, middle, start, stop) == (0, 64, 64, 128)
-    assert below == RoundingKey.derive(1, 2, "huge", edge)
-    assert beyond == RoundingKey.derive(1, 2, "huge", 1 << 32)
-    assert (beyond.low, beyond.first) != (below.low, below.first)
+    one, other = rounding.key(*below), rounding.key(*beyond)
+    assert one == RoundingKey.derive(1, 2, "huge", edge)
+    assert other == RoundingKey.derive(1, 2, "huge", 1 << 32)
+    assert (one.low, one.first) != (other.low, other.first)
 
 
 def spread(numel: int, seed: int) -> np.ndarray:

@@ -139,6 +139,10 @@ def test_every_part_is_in_one_launch_and_few_programs_are_idle(numels) -> None:
         assert given_ <= 8 * needed + (1 << 22)
 
 
+def test_a_launch_has_no_more_rows_than_a_device_takes() -> None:
+    assert [len(each) for each in alike([64] * 150_000)] == [65_535, 65_535, 18_930]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_table_tells_where_parts_and_their_gradients_begin(dtype) -> None:
     parts = parts_of((128, 64, 200), apart=True, lossy=True)
