@@ -12,9 +12,6 @@ from estimators.segments import PlacementRequest, SegmentSpec, Tier
 STAGED_BYTES = 64 << 20
 """Most bytes of a sub-group that passes between host and device: larger copies are no faster."""
 
-_SHARED_BYTES = 48 << 20
-"""Most bytes of a sub-group that pass to a host which shares the update: it has four of them."""
-
 _STAGED_ALIGNMENT_BYTES = 4096
 
 DEVICE_BUFFER_COUNT = 3
@@ -222,7 +219,7 @@ def sub_group_cap(request: PlacementRequest, segment: SegmentSpec) -> int:
         most = most_bytes * STAGED_BYTES // (staged or sum(sizes.values()))
         if request.shares_update:
             passed = sizes[Section.GRADIENT] + sizes[Section.PARAMETER]
-            most = min(most, _SHARED_BYTES * STAGED_BYTES // passed)
+            most = min(most, STAGED_BYTES**2 // passed)
         cap = min(cap, most // SHARD_ALIGNMENT_NUMEL * SHARD_ALIGNMENT_NUMEL)
     return max(cap, SHARD_ALIGNMENT_NUMEL)
 

@@ -4,9 +4,10 @@
 begins when the norm of all gradients is known, so what computes and copies in forward and backward
 and what computes and copies in the update follow each other; the drive and the network are taken to
 work all the time, since state is read ahead and written behind. No step can be shorter than the
-longest of these three. Kernels that are launched, small copies and a program that is interpreted
-are not counted: where they take longer than what is counted, a step takes many times its bound.
-What a schedule adds shows in `expected`, where no phase overlaps another.
+longest of these three. An update that host and device share is taken to keep both busy until its
+end. Kernels that are launched, small copies and a program that is interpreted are not counted:
+where they take longer than what is counted, a step takes many times its bound. What a schedule
+adds shows in `expected`, where no phase overlaps another.
 """
 
 from __future__ import annotations

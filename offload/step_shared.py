@@ -115,6 +115,8 @@ def update_shared(
     if is_open:
         fence.wait()
     sharing.trial.note(time.perf_counter() - begin, shared=is_shared)
+    if is_open and not sharing.is_next and not sharing.trial.is_open:
+        pass_.store.staging = None  # nothing will be shared
     return fence
 
 

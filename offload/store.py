@@ -139,8 +139,7 @@ class Store:
     """Allocates exactly what the plan says, once, and moves sections between tiers."""
 
     def __init__(self, plan: MemoryPlan, parts: StoreParts) -> None:
-        self.plan = plan
-        self.sizes = SubGroupSizes(plan)
+        self.plan, self.sizes = plan, SubGroupSizes(plan)
         self.ledger, self.kernels, self.device = parts.ledger, parts.kernels, parts.device
         self.device_kernels: DeviceKernels = load_device_kernels(parts.device.torch_device)
         """For what lies on a device that is not the host."""
@@ -170,7 +169,6 @@ class Store:
         self.staging: Span | None = _staging(plan, parts.device)
         """Where the processor updates what rests on a device that is not the host."""
         self.sharing = sharing_of(plan)
-        """By what host and device share updates; None where they do not."""
         self.update_fence: Fence = PASSED
         """The last copy out to host memory of an update on a device."""
         self._gradient_fences: dict[int, Fence] = {}

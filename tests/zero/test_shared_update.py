@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import zero
 import zero.planning
-from estimators import Section, SubGroup, Tier, minimum_host_bytes
+from estimators import Section, ShareTrial, SubGroup, Tier, UpdateRates, minimum_host_bytes
 from estimators.records import host_staging_bytes
 from offload import PagerFailedError, _kernels
 from offload.step_shared import host_may_take
@@ -281,6 +281,39 @@ def test_sharing_gives_way_to_a_budget_without_room_for_its_buffers() -> None:
             assert engine.ledger.report().to_dicts()[-1]["updated_groups"]["device"] > 0
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_what_took_less_in_the_trial_is_kept(shares: bool) -> None:  # noqa: FBT001
+    """Seconds as of a machine whose link is slow, or whose host is."""
+    with shared_engine(CASES[0]) as engine:
+        store = engine._runtime.store
+        trial = store.sharing.trial
+        while trial.is_open:
+            trial.note(100.0 if trial.shares is shares else 200.0, shared=trial.shares)
+            if len(trial._alone) == 2 and not trial.shares:
+                break  # the last one of the device alone is an update of the engine
+        sharing = store.sharing
+        sharing.trial = WrittenTrial(trial, alone_seconds=200.0 if shares else 100.0)
+        for step in range(12):
+            engine.backward(engine(*make_batch(step)))
+            engine.step()
+        groups = [row["updated_groups"] for row in engine.ledger.report().to_dicts()]
+        assert groups[0]["host"] == 0
+        assert all((each["host"] > 0) is shares for each in groups[1:])
+        assert (store.staging is not None) is shares  # nothing is shared any more
+
+
+class WrittenTrial(ShareTrial):
+    """A trial whose next update, of the device alone, takes as long as is said."""
+
+    def __init__(self, trial: ShareTrial, alone_seconds: float) -> None:
+        super().__init__()
+        self.__dict__.update(trial.__dict__)
+        self._alone_seconds = alone_seconds
+
+    def note(self, seconds: float, *, shared: bool) -> None:
+        super().note(seconds if shared else self._alone_seconds, shared=shared)
+
+
 def test_hosts_and_devices_of_one_memory_need_no_buffers() -> None:
     with shared_engine(CASES[2]) as engine:
         assert engine.plan.memory.request.shares_update
@@ -311,6 +344,19 @@ def test_only_auto_at_one_rank_with_state_on_the_host_is_shared(
         config["tiers"]["nvme"] = [{"path": str(scratch)}]
     plan = zero.plan_memory(make_model(), config, ranks).memory
     assert plan.request.shares_update is shares
+
+
+@pytest.mark.parametrize("link", [12e9, 1e9, 1e8])
+def test_a_slow_link_is_shared_not_left_to_the_host(
+    link: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = UpdateRates(host_numel_per_s=4e9, in_bytes_per_s=link, out_bytes_per_s=link)
+    monkeypatch.setattr(zero.planning, "measure_update", lambda *_: rates)
+    with shared_engine(CASES[0]) as engine:
+        assert engine._runtime.store.sharing is not None
+        engine.backward(engine(*make_batch(0)))
+        engine.step()
+        assert min(engine.ledger.report().to_dicts()[-1]["updated_groups"].values()) > 0
 
 
 def own_numel(engine: zero.ZeroEngine, group: SubGroup) -> int:
