@@ -47,6 +47,8 @@ def trained(
     config["zero_optimization"]["offload_param"]["device"] = tier
     config["zero_optimization"]["offload_optimizer"]["device"] = tier
     config["tiers"]["host_memory"] = "400KB" if tier == "nvme" else "100MB"
+    if tier == "cpu":
+        config["tiers"]["update_device"] = "device"  # what is shared is copied as it comes
     engine, _, _, _ = zero.initialize(model=make_model(), config=config)
     plan = engine.plan.memory
     for step in range(STEPS):
