@@ -88,9 +88,12 @@ class Estimate:
     @property
     def tensor_bytes(self) -> int:
         """Most bytes of tensors on the device: what torch calls allocated."""
-        resident = self.moved.device_resident_bytes
+        memory, resident = self.memory, self.moved.device_resident_bytes
         if self.keeps_gradients:
-            resident -= self.memory.resident_section_bytes(Tier.DEVICE, Section.GRADIENT)
+            resident -= memory.resident_section_bytes(Tier.DEVICE, Section.GRADIENT)
+        elif self._is_cuda:
+            segments = range(len(memory.request.segments))
+            resident -= sum(map(memory.kept_gradient_bytes, segments))
         workspace = CUDA_WORKSPACE_BYTES if self._is_cuda else 0
         return resident + workspace + max(self.moments.values())
 

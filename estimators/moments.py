@@ -54,7 +54,8 @@ def device_moments(memory: MemoryPlan, found: Activations, *, keeps_gradients: b
     """Return the moments of a GPU: see [Note: moments of a backward].
 
     Gradients that autograd made and nothing copies are there at the end of the backward only, those
-    of the root unit (the head) from its start.
+    of the root unit (the head) from its start. Where only some stay so (`keeps_gradients` tells of
+    all), they are counted from the backward of the first block on.
     """
     left = found.kept_bytes - found.logits_bytes
     work = {RECOMPUTED: found.recomputed_bytes, TIED: found.tied_bytes}
@@ -78,10 +79,16 @@ def device_moments(memory: MemoryPlan, found: Activations, *, keeps_gradients: b
         if "update" in moments:
             moments["update"][GRADIENTS] = size
         return moments
+    segments = memory.request.segments
+    kept = {index: memory.kept_gradient_bytes(index) for index in range(len(segments))}
+    root = {GRADIENTS: sum(size for index, size in kept.items() if segments[index].unit_index == 0)}
+    most = {GRADIENTS: sum(kept.values())}
     none, some = _scratch(memory, 0), _scratch(memory, 1)
-    moments["head"] |= none
-    moments["backward"] = {**one, KEPT: left, **work, **some}
-    moments["backward between blocks"] = {**between, **some}
+    moments["head"] |= none | root
+    moments["backward"] = {**one, KEPT: left, **work, **some, **most}
+    moments["backward between blocks"] = {**between, **some, **most}
+    if "update" in moments:
+        moments["update"] |= most
     return moments
 
 

@@ -213,6 +213,24 @@ class MemoryPlan(DurableBytes, UnshardedBytes):
         """
         return self.live_bytes(2, with_ahead=True)
 
+    def kept_gradient_bytes(self, segment: int) -> int:
+        """Return the bytes of a segment's gradients if they stay the tensors that autograd made.
+
+        Those are there from its backward on until the update, and otherwise 0 is returned; see
+        `zero/kept.py`.
+        """
+        request, spec = self.request, self.request.segments[segment]
+        stays = (
+            request.trains
+            and spec.trainable
+            and spec.gradient is spec.element
+            and request.world_size == 1
+            and (request.device_is_host or request.update_on_device)
+            and self.is_in_place(segment)
+            and self.segment_tier(segment, Section.GRADIENT) is Tier.DEVICE
+        )
+        return self.resident_segment_bytes(Tier.DEVICE, Section.GRADIENT, segment) if stays else 0
+
     @cached_property
     def gradient_scratch_bytes(self) -> int:
         """Peak bytes of unsharded gradients on their way to their shards."""

@@ -146,6 +146,14 @@ class Device(abc.ABC):
         It begins after a copy, and everything that was issued before.
         """
 
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to bring a tensor to host memory; the call returned waits for it.
+
+        What was fetched is there in order: whoever waits for the last waits for all.
+        """
+        values = tensor.to("cpu")
+        return lambda: values
+
     @abc.abstractmethod
     def settle(self) -> None:
         """Wait, on the host, until no copy is in flight."""
@@ -312,6 +320,21 @@ class CudaDevice(SeparateDevice):
         """Let the current stream wait; the host does not."""
         if isinstance(fence, _CudaFence):
             torch.cuda.current_stream(self._index).wait_event(fence.event)
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Copy to pinned memory, in the order of the device's work."""
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        values.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._index))
+        fence = _CudaFence(event)
+
+        def finish() -> torch.Tensor:
+            if not fence.done():
+                fence.wait()
+            return values
+
+        return finish
 
     def settle(self) -> None:
         """Wait for the streams beside that of the device's own work."""

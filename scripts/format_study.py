@@ -12,10 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -48,6 +51,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="runs that share the device, each in a process"
+    )
     parser.add_argument("--text", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -100,35 +106,53 @@ def train(
     return torch.stack(losses).tolist(), optimizer
 
 
+def run_one(name: str, seed: int, text: Text, options: argparse.Namespace) -> dict[str, object]:
+    """Train one run and return what it gave."""
+    data = batches(text, options, seed)
+    start = time.perf_counter()
+    losses, optimizer = train(StateFormat(name), seed, data, options)
+    return {
+        "format": name,
+        "seed": seed,
+        "last_mean": statistics.fmean(losses[-LAST_STEPS:]),
+        "seconds": time.perf_counter() - start,
+        "parameters": sum(piece.parameter.numel() for piece in optimizer.pieces),
+        "state_bytes": optimizer.state_bytes,
+        "kernels": optimizer.kernels.name,
+        "losses": losses,
+    }
+
+
+def outcomes(text: Text, options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Yield every format with every seed, as they come."""
+    wanted = [(name, seed) for seed in range(options.seeds) for name in options.formats]
+    if options.at_once <= 1:
+        for name, seed in wanted:
+            yield run_one(name, seed, text, options)
+        return
+    context = multiprocessing.get_context("spawn")  # a device does not survive a fork
+    with ProcessPoolExecutor(options.at_once, mp_context=context) as pool:
+        futures = [pool.submit(run_one, name, seed, text, options) for name, seed in wanted]
+        for future in as_completed(futures):
+            yield future.result()
+
+
 def study(options: argparse.Namespace, console: Console) -> dict[str, object]:
     """Run every format with every seed; return the results as plain data, written as they come."""
     text = load_text(options.text, options.sequence)
     runs: list[dict[str, object]] = []
-    for seed in range(options.seeds):
-        data = batches(text, options, seed)
-        for name in options.formats:
-            start = time.perf_counter()
-            losses, optimizer = train(StateFormat(name), seed, data, options)
-            last = statistics.fmean(losses[-LAST_STEPS:])
-            seconds = time.perf_counter() - start
-            numel = sum(piece.parameter.numel() for piece in optimizer.pieces)
-            runs.append(
-                {
-                    "format": name,
-                    "seed": seed,
-                    "last_mean": last,
-                    "seconds": seconds,
-                    "parameters": numel,
-                    "state_bytes": optimizer.state_bytes,
-                    "kernels": optimizer.kernels.name,
-                    "losses": losses,
-                }
-            )
-            console.print(f"seed {seed}, {name}: {last:.5f} nats a byte in {seconds:.1f} s")
+    for run in outcomes(text, options):
+        runs.append(run)
+        console.print(
+            f"seed {run['seed']}, {run['format']}: {run['last_mean']:.5f} nats a byte in"
+            f" {run['seconds']:.1f} s"
+        )
         if options.json is not None:
-            results = describe(runs, text, options)
-            options.json.write_text(json.dumps(results), encoding="utf-8")
-    return describe(runs, text, options)
+            options.json.write_text(json.dumps({"runs": runs}), encoding="utf-8")
+    results = describe(runs, text, options)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results), encoding="utf-8")
+    return results
 
 
 def describe(

@@ -56,7 +56,7 @@ def test_budgets_keep_a_row_within_what_the_peer_took() -> None:
 def test_a_row_whose_parameters_page_fills_what_the_peer_took_on_the_device(name: str) -> None:
     row = within_peer(ROWS[name], PEERS, {**PEER, "gpu_peak_gb": 5.84})
     assert isinstance(row.device_memory, int)
-    assert 0.94 * 5.84 * GB < planned_device_bytes(row, PEERS) <= 0.95 * 5.84 * GB
+    assert 0.92 * 5.84 * GB < planned_device_bytes(row, PEERS) <= 0.95 * 5.84 * GB
     assert row.host_memory == 4 * GB
     assert within_peer(ROWS[name], PEERS, {**PEER, "gpu_peak_gb": 1.0}).device_memory == 2 * GB
 
@@ -118,3 +118,18 @@ def test_a_table_has_both_sides(scratch: Path) -> None:
     assert "| host-exact | 0.260 | 0.250 to 0.270 | 1.30 | 5.0 | 14.00 (14.70) | 1.000 |" in table
     assert "| 4.00 (22.50) | 5.00 (30.00) | 1.0 / 1.0 | 1.00 / 0.00 | - |" in table
     assert table.endswith("7.0000 (7.0000, step 4) |")
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "measured"),
+    [
+        ("host-exact", 6_900_000_000, 14_218_000_000),
+        ("all-nvme-4gb-exact", 4_540_000_000, 4_839_945_728),
+        ("all-nvme-4gb-compact", 4_540_000_000, 4_839_946_752),
+    ],
+)
+def test_peaks_of_rows_on_a_gpu(name: str, budget: int, measured: int) -> None:
+    """Measured with the peer's model; in the rows that page, some gradients stay on the device."""
+    row = replace(ROWS[name], device_memory=budget)
+    sizes = PEERS
+    assert planned_device_bytes(row, sizes) == pytest.approx(measured, rel=0.002)

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from offload import checksums_of_all
+from offload import Device, checksums_of_all
 from zero.aliases import device_checksums
-from zero.late import known_checksums
+from zero.gradients import GradientReducer
+from zero.late import begin_late_comparison, known_checksums
+from zero.runtime import Runtime
 from zero.unit import Segment
 
 
-def begin_audit(segments: Sequence[Segment]) -> Callable[[], None]:
+def begin_audit(segments: Sequence[Segment], device: Device) -> Callable[[], None]:
     """Issue the comparison of what rests in place on a device; the call returned waits for it.
 
     Until parameters are accepted anew, or the step ends, `Segment.changed` then knows without
@@ -29,9 +31,10 @@ def begin_audit(segments: Sequence[Segment]) -> Callable[[], None]:
     differs = torch.cat(known) != checksums_of_all(
         [(device_checksums(segment), segment.flat) for segment in compared]
     )
+    fetched = device.fetch(differs)
 
     def finish() -> None:
-        found = differs.tolist()
+        found = fetched().tolist()
         start = 0
         for segment, sums in zip(compared, known, strict=True):
             stop = start + len(sums)
@@ -39,3 +42,21 @@ def begin_audit(segments: Sequence[Segment]) -> Callable[[], None]:
             start = stop
 
     return finish
+
+
+def norm_and_audit(runtime: Runtime, reducer: GradientReducer) -> float:
+    """Return the norm of the gradients, and see to what was written in place, before an update.
+
+    All of it is issued before the host waits, which it does once: the norm is fetched last.
+
+    Raises:
+        RuntimeError: naming the parameters whose change is lost.
+    """
+    device = runtime.store.device
+    finish_norm = reducer.begin_norm()
+    finish_audit = begin_audit(runtime.segments, device)
+    finish_comparison = begin_late_comparison(runtime.segments, device)
+    norm = finish_norm()
+    finish_audit()
+    finish_comparison()
+    return norm

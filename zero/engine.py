@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offload import Ledger, read_ahead_states
-from zero.audit import begin_audit
+from zero.audit import norm_and_audit
 from zero.checkpoint.background import BackgroundSave
 from zero.checkpoint.engine_calls import CheckpointCalls
 from zero.durable import DurableRun
@@ -28,7 +28,6 @@ from zero.integrity import (
     refuse_gradients_without_backward,
     refuse_set_gradients,
 )
-from zero.late import require_no_late_differences
 from zero.loader import ResumableLoader
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.lr_schedules import step_schedule
@@ -216,11 +215,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         if reducer is None:
             raise RuntimeError("an engine with an optimizer has no gradient reducer")
         reducer.shown.adopt()
-        finish_norm = reducer.begin_norm()
-        finish_audit = begin_audit(self._runtime.segments)
-        norm = finish_norm() / self.loss_scaler.cur_scale
-        finish_audit()
-        require_no_late_differences(self._runtime.segments)
+        norm = norm_and_audit(self._runtime, reducer) / self.loss_scaler.cur_scale
         self._grad_norm, self._clipped_norm = norm, None
         if math.isfinite(norm):
             self._run_update(self.optimizer, norm)

@@ -7,10 +7,12 @@ the host asks at the step, where it waits for the norm anyway, before anything i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+
+from offload import Device
 
 if TYPE_CHECKING:
     from zero.unit import Segment
@@ -39,27 +41,34 @@ def differing_members(segment: Segment, checksums: Checksums) -> list[ManagedPar
     return [segment.members[each] for each in differing(segment, checksums, positions)]
 
 
-def require_no_late_differences(segments: Sequence[Segment]) -> None:
-    """Refuse to go on if parameters on a device were written in a window that has ended.
+def begin_late_comparison(segments: Sequence[Segment], device: Device) -> Callable[[], None]:
+    """Ask whether parameters on a device were written in a window that has ended.
+
+    The call returned waits for the answer.
 
     Raises:
-        RuntimeError: naming the parameters, because the change is lost.
+        RuntimeError: by that call, naming the parameters, because the change is lost.
     """
     waiting = [(each, each.late_differences) for each in segments]
     found = [(each, flags) for each, flags in waiting if flags is not None]
     if not found:
-        return
+        return lambda: None
     for segment, _ in found:
         segment.late_differences = None
-    written = torch.cat([flags for _, flags in found]).tolist()
+    fetched = device.fetch(torch.cat([flags for _, flags in found]))
     names = [member.name for segment, _ in found for member in segment.members]
-    lost = [name for name, is_written in zip(names, written, strict=True) if is_written]
-    if lost:
-        raise RuntimeError(
-            f"parameters {', '.join(lost)} were changed in place (by `.data` or an alias) while"
-            " their unit was unsharded, and the change is lost; change them inside"
-            " `with zero.GatheredParameters(parameters, modifier_rank=0):`"
-        )
+
+    def finish() -> None:
+        written = fetched().tolist()
+        lost = [name for name, is_written in zip(names, written, strict=True) if is_written]
+        if lost:
+            raise RuntimeError(
+                f"parameters {', '.join(lost)} were changed in place (by `.data` or an alias) while"
+                " their unit was unsharded, and the change is lost; change them inside"
+                " `with zero.GatheredParameters(parameters, modifier_rank=0):`"
+            )
+
+    return finish
 
 
 def known_checksums(segment: Segment) -> torch.Tensor | None:

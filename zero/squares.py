@@ -73,10 +73,11 @@ class SquaredNorms:
         """Return the squares by the order of the parameters, fp64, on the host."""
         self.issue()
         if self._on_device:
-            sums = torch.cat(list(self._on_device.values())).cpu().numpy()
+            blocks = torch.cat(list(self._on_device.values()))
+            sums = self._store.device.fetch(blocks)().numpy()
             start = 0
-            for order, blocks in self._on_device.items():
-                stop = start + blocks.numel()
+            for order, own in self._on_device.items():
+                stop = start + own.numel()
                 self._squares[order] = add_block_sums(sums[start:stop])
                 start = stop
             self._on_device.clear()

@@ -205,7 +205,7 @@ class Segment:
     def lost_writes(self) -> list[ManagedParameter]:
         """Return the parameters written in the window that ends.
 
-        What a device has yet to compare, `require_no_late_differences` tells.
+        What a device has yet to compare, `begin_late_comparison` asks for.
         """
         if self._device.is_host or not isinstance(self._checksums, torch.Tensor):
             return self.changed()

@@ -126,10 +126,9 @@ def test_the_host_waits_once_a_step(tiers: tuple[str, str]) -> None:
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as found:
         step()
-    waits = [each for each in found.events() or () if each.name in _WAITS]
-    # Ending a profile waits for the device.
-    assert [each.name for each in waits if each.name != "cudaDeviceSynchronize"] == [
-        "cudaStreamSynchronize"
-    ]
-    assert sum(each.name == "cudaDeviceSynchronize" for each in waits) <= 1
+    waits = [each.name for each in found.events() or () if each.name in _WAITS]
+    if waits and waits[-1] == "cudaDeviceSynchronize":
+        waits.pop()  # ending a profile waits for the device
+    # For the norm, if the device has not done it yet.
+    assert waits in ([], ["cudaEventSynchronize"])
     engine.destroy()

@@ -35,7 +35,8 @@ def test_a_kept_unit_is_not_copied_again(scratch: Path, reruns: bool) -> None:  
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_what_stays_is_not_copied(scratch: Path, tier: str) -> None:
     none, some, everything = (
-        test_persistence.trained(scratch, 0, each, tier=tier) for each in (0, 800, 10**5)
+        test_persistence.trained(scratch, 0, each, tier=tier, update_device="device")
+        for each in (0, 800, 10**5)
     )
     for each in (some, everything):
         assert (each["bits"], each["state"]) == (none["bits"], none["state"])

@@ -112,6 +112,23 @@ class SimulatedDevice(SeparateDevice):
         ways = ("in", "out", "in aside", "out aside")
         self._queues = {way: collections.deque() for way in ways}
         self._beside = collections.deque()
+        self.wait_count = 0
+        """How often somebody waited for what was fetched."""
+        self._fetch_count = 0
+        self._fetched_until = 0
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Bring a tensor late: with the first that is waited for of those behind it."""
+        self._fetch_count += 1
+        number, values = self._fetch_count, tensor.clone()
+
+        def finish() -> torch.Tensor:
+            if number > self._fetched_until:
+                self.wait_count += 1
+                self._fetched_until = self._fetch_count
+            return values
+
+        return finish
 
     def _start(self, way: str, source: Memory, target: Memory, after: Fence) -> Fence:
         if after is PASSED or (isinstance(after, _Late) and after.is_over):

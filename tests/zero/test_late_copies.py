@@ -450,3 +450,21 @@ def test_rates_of_the_host_are_measured() -> None:
     for state_format in StateFormat:
         assert 1e6 < host_rate(state_format, 1, 1 << 20) < 1e12
     assert measure_update(SimulatedDevice(), StateFormat.EXACT, 1) is None
+
+
+@pytest.mark.parametrize("tiers", [("none", "cpu"), ("cpu", "cpu"), ("none", "none")], ids="-".join)
+def test_the_host_waits_once_a_step(made: list[SimulatedDevice], tiers: tuple[str, str]) -> None:
+    parameters, optimizer = tiers
+    config = make_config(
+        parameters=parameters, optimizer=optimizer, host_memory="1GB", dtype="bf16"
+    )
+    config["tiers"]["update_device"] = "device"
+    engine, _, _, _ = zero.initialize(model=make_model(dtype=torch.bfloat16), config=config)
+    waits = []
+    for step in range(3):
+        engine.backward(engine(*make_batch(step)))
+        before = made[-1].wait_count
+        engine.step()
+        waits.append(made[-1].wait_count - before)
+    assert waits == [1, 1, 1]
+    engine.destroy()

@@ -40,15 +40,20 @@ def settings(path: Path, threshold: int, total: int = sys.maxsize) -> dict[str, 
 
 
 def trained(
-    path: Path, rank: int, threshold: int, total: int = sys.maxsize, *, tier: str = "nvme"
+    path: Path,
+    rank: int,
+    threshold: int,
+    total: int = sys.maxsize,
+    *,
+    tier: str = "nvme",
+    update_device: str = "auto",
 ) -> dict[str, Any]:
     """Train a little, and return the bits of everything and what a step has moved."""
     config = settings(path, threshold, total)
     config["zero_optimization"]["offload_param"]["device"] = tier
     config["zero_optimization"]["offload_optimizer"]["device"] = tier
     config["tiers"]["host_memory"] = "400KB" if tier == "nvme" else "100MB"
-    if tier == "cpu":
-        config["tiers"]["update_device"] = "device"  # what is shared is copied as it comes
+    config["tiers"]["update_device"] = update_device
     engine, _, _, _ = zero.initialize(model=make_model(), config=config)
     plan = engine.plan.memory
     for step in range(STEPS):
@@ -164,7 +169,9 @@ def test_what_stays_is_not_copied_to_a_device(
 ) -> None:
     """Not for the forwards and backwards of two micro-batches, nor for the update and back."""
     monkeypatch.setattr(zero.planning, "open_device", lambda _: SimulatedDevice(5))
-    none, some = (trained(scratch, 0, each, tier="cpu") for each in (0, 800))
+    none, some = (
+        trained(scratch, 0, each, tier="cpu", update_device="device") for each in (0, 800)
+    )
     assert (some["bits"], some["state"]) == (none["bits"], none["state"])
     assert none["copied"][0] - some["copied"][0] == (2 * 2 + 1) * some["values"]
     assert none["copied"][1] - some["copied"][1] == some["values"] > 0
