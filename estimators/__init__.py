@@ -45,6 +45,13 @@ from estimators.segments import (
 )
 from estimators.summary import MemoryPlan, PlanRow, SlotPlan, StepTraffic, step_traffic
 from estimators.update_device import UpdateRates, device_is_sooner, update_seconds
+from estimators.update_share import (
+    ShareRates,
+    ShareTrial,
+    fit_sharing,
+    host_is_sooner,
+    may_share,
+)
 
 __all__ = [
     "ASSUMED_RATES",
@@ -71,6 +78,8 @@ __all__ = [
     "ResidentCopy",
     "Section",
     "SegmentSpec",
+    "ShareRates",
+    "ShareTrial",
     "SlotPlan",
     "StateField",
     "StateFormat",
@@ -88,7 +97,10 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "fit_sharing",
     "flat_layout",
+    "host_is_sooner",
+    "may_share",
     "minimum_host_bytes",
     "plan_placement",
     "record_fields",

@@ -14,6 +14,7 @@ from estimators.records import Section
 from estimators.segments import Tier
 from estimators.step_time import Moved, StepTime, Wear, moved, operations, step_time, wear
 from estimators.summary import START_EXCESS, MemoryPlan, StepTraffic
+from estimators.update_share import fit_sharing
 
 CUDA_CONTEXT_BYTES = 600 << 20
 """What a process takes of a GPU before its first tensor: context, kernels, libraries."""
@@ -275,7 +276,8 @@ def place(inputs: PlanInputs) -> MemoryPlan:
     """
     request = placement_request(inputs)
     everything = max(in_play_bytes(request), minimum_host_bytes(request))
-    return plan_placement(request, rank_budget(inputs, everything))
+    budget = rank_budget(inputs, everything)
+    return plan_placement(fit_sharing(request, budget.host_bytes), budget)
 
 
 def estimate_placed(inputs: PlanInputs, memory: MemoryPlan, known: Moved | None = None) -> Estimate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import fnmatch
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from estimators.activations import Batch
 from estimators.formats import ElementType, GenericRule, StateFormat, UpdateRule
@@ -24,6 +24,7 @@ from estimators.segments import (
     WholeTensors,
 )
 from estimators.start import StartTensor, start_bytes
+from estimators.update_share import may_share
 
 ROOT_UNIT = "<root>"
 NVME_ALIGNMENT_BYTES = 4096
@@ -117,6 +118,8 @@ class PlanInputs:
     below (`tiers.device_memory`); None moves nothing up."""
     updates_on_device: bool = True
     """Whether a GPU updates what rests below it; else the processor does."""
+    shares_update: bool = True
+    """Whether the processor updates some of it meanwhile, where it can."""
     built_on_meta: bool = True
     """Whether parameters get their values only when they are sharded."""
     built_element: ElementType = ElementType.FP32
@@ -235,7 +238,7 @@ def placement_request(inputs: PlanInputs) -> PlacementRequest:
         for _, members in units_of(inputs.model, persistent_names(inputs))
     ]
     shards = [each.layout(world_size).shard_numel for each in segments]
-    return PlacementRequest(
+    request = PlacementRequest(
         segments=segments,
         world_size=world_size,
         parameter_tier=inputs.parameter_tier,
@@ -262,6 +265,7 @@ def placement_request(inputs: PlanInputs) -> PlacementRequest:
         whole=inputs.whole,
         reduction_element=inputs.reduction_element,
     )
+    return replace(request, shares_update=inputs.shares_update and may_share(request))
 
 
 def rank_budget(inputs: PlanInputs, in_play_bytes: int) -> Budget:

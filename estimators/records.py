@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from estimators.layout import SHARD_ALIGNMENT_NUMEL, align_up
@@ -16,6 +16,10 @@ _STAGED_ALIGNMENT_BYTES = 4096
 
 DEVICE_BUFFER_COUNT = 3
 """Buffers on a device that updates: one is copied in, one updated, one copied out."""
+
+
+HOST_BUFFER_COUNT = 4
+"""Buffers of a host that updates for a device: one is updated in, others come and go meanwhile."""
 
 
 class Section(enum.IntEnum):
@@ -211,7 +215,11 @@ def sub_group_cap(request: PlacementRequest, segment: SegmentSpec) -> int:
             for section, size in sizes.items()
             if (lowest[section] is Tier.DEVICE) is not request.update_on_device
         )
-        most = STAGED_BYTES**2 // (staged or sum(sizes.values()))
+        most_bytes = STAGED_BYTES if request.update_on_device else STAGED_BYTES // HOST_BUFFER_COUNT
+        most = most_bytes * STAGED_BYTES // (staged or sum(sizes.values()))
+        if request.shares_update:
+            passed = sizes[Section.GRADIENT] + sizes[Section.PARAMETER]
+            most = min(most, STAGED_BYTES**2 // passed)
         cap = min(cap, most // SHARD_ALIGNMENT_NUMEL * SHARD_ALIGNMENT_NUMEL)
     return max(cap, SHARD_ALIGNMENT_NUMEL)
 
@@ -224,18 +232,14 @@ def host_fixed_bytes(request: PlacementRequest) -> int:
 
 
 def host_staging_bytes(request: PlacementRequest) -> int:
-    """Return the host memory that the processor needs to update what rests on a device."""
-    if request.device_is_host or request.update_on_device or not request.trains:
+    """Return the most host memory that the processor needs to update what rests on a device."""
+    if request.device_is_host or not request.trains:
         return 0
-    return max(
+    if request.update_on_device and not request.shares_update:
+        return 0
+    return HOST_BUFFER_COUNT * max(
         (
-            sum(
-                align_up(size, _STAGED_ALIGNMENT_BYTES)
-                for section, size in section_bytes(
-                    request, segment, sub_group_cap(request, segment)
-                ).items()
-                if lowest_tiers(request, segment)[section] is Tier.DEVICE
-            )
+            _host_buffer_bytes(request, segment)
             for segment in request.segments
             if segment.trainable and segment.layout(request.world_size).shard_numel
         ),
@@ -243,14 +247,50 @@ def host_staging_bytes(request: PlacementRequest) -> int:
     )
 
 
+def shared_buffer_bytes(request: PlacementRequest, segment: SegmentSpec, group: SubGroup) -> int:
+    """Return the bytes of what rests on the device of a sub-group that the host may update."""
+    if group.tier(Section.STATE) is not Tier.HOST:
+        return 0
+    return sum(
+        align_up(size, _STAGED_ALIGNMENT_BYTES)
+        for section, size in section_bytes(request, segment, group.numel).items()
+        if group.tier(section) is Tier.DEVICE
+    )
+
+
+def _host_buffer_bytes(request: PlacementRequest, segment: SegmentSpec) -> int:
+    """Return the bytes of what may rest on the device of a sub-group that the host updates.
+
+    Of one that is shared the state is on the host, and the rest may have been moved up.
+    """
+    sizes = section_bytes(request, segment, sub_group_cap(request, segment))
+    lowest = lowest_tiers(request, segment)
+    return sum(
+        align_up(size, _STAGED_ALIGNMENT_BYTES)
+        for section, size in sizes.items()
+        if (
+            section is not Section.STATE
+            if request.shares_update
+            else lowest[section] is Tier.DEVICE
+        )
+    )
+
+
 def staged_offsets(
     request: PlacementRequest, segment: SegmentSpec, group: SubGroup
 ) -> dict[Section, int]:
     """Return where the sections of a sub-group that do not rest on the device lie in a buffer."""
+    sizes = section_bytes(request, segment, group.numel)
+    return aligned_offsets(
+        {section: size for section, size in sizes.items() if group.tier(section) is not Tier.DEVICE}
+    )
+
+
+def aligned_offsets(sizes: Mapping[Section, int]) -> dict[Section, int]:
+    """Return where sections of these sizes lie in a buffer that has them one after the other."""
     offsets = {}
     end = 0
-    for section, size in section_bytes(request, segment, group.numel).items():
-        if group.tier(section) is not Tier.DEVICE:
-            offsets[section] = end
-            end = align_up(end + size, _STAGED_ALIGNMENT_BYTES)
+    for section, size in sizes.items():
+        offsets[section] = end
+        end = align_up(end + size, _STAGED_ALIGNMENT_BYTES)
     return offsets

@@ -130,6 +130,8 @@ class PlacementRequest:
     """Whether the device is the processor: then what rests on the host is used where it rests."""
     update_on_device: bool = False
     """Whether state passes through a device that is not the host, to be updated there."""
+    shares_update: bool = False
+    """Whether the host updates some of the sub-groups meanwhile, those that rest there."""
     prefetch_limit: AheadLimit = NO_LIMIT
     """Most elements that are read, or copied to a device, ahead of their use."""
     live_limit: AheadLimit = NO_LIMIT

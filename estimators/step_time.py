@@ -4,9 +4,10 @@
 begins when the norm of all gradients is known, so what computes and copies in forward and backward
 and what computes and copies in the update follow each other; the drive and the network are taken to
 work all the time, since state is read ahead and written behind. No step can be shorter than the
-longest of these three. Kernels that are launched, small copies and a program that is interpreted
-are not counted: where they take longer than what is counted, a step takes many times its bound.
-What a schedule adds shows in `expected`, where no phase overlaps another.
+longest of these three. An update that host and device share is taken to keep both busy until its
+end. Kernels that are launched, small copies and a program that is interpreted are not counted:
+where they take longer than what is counted, a step takes many times its bound. What a schedule
+adds shows in `expected`, where no phase overlaps another.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Moved:
     update_link_bytes: int
     """Those of the update alone."""
     host_update_bytes: int
+    shared_update_bytes: int
+    """What the host would update of an update that it shares, if it did all that it can."""
     device_update_bytes: int
     device_resident_bytes: int
     commit_bytes: float
@@ -57,6 +60,7 @@ def moved(plan: MemoryPlan, micro_batches: int, commit_steps: int = 1) -> Moved:
         host_update_bytes=0
         if plan.request.update_on_device
         else _updated_bytes(plan, (Tier.HOST, Tier.NVME)),
+        shared_update_bytes=_updated_bytes(plan, (Tier.HOST,)) if plan.request.shares_update else 0,
         device_update_bytes=_updated_bytes(plan, (Tier.DEVICE,)),
         device_resident_bytes=sum(
             plan.resident_section_bytes(Tier.DEVICE, section) for section in Section
@@ -216,6 +220,10 @@ def step_time(inputs: PlanInputs, plan: MemoryPlan, bytes_moved: Moved) -> StepT
     copied = bytes_moved.pass_link_bytes / link_rate
     passes = max(compute / _EXPECTED_SHARE, copied, network, drive * (1 - update_share))
     streamed = bytes_moved.update_link_bytes / link_rate
+    shared = bytes_moved.shared_update_bytes / rates.host_bytes_per_s
+    if shared and streamed:  # both sides work all the time, each at its full rate
+        host = streamed = shared * streamed / (shared + streamed)
+        link = copied + streamed
     expected = passes + max(host, device, streamed, drive * update_share)
     return StepTime(compute, link, drive, host, device, network, copied, streamed, expected)
 

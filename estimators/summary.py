@@ -10,11 +10,13 @@ from typing import assert_never
 from estimators.layout import align_up
 from estimators.records import (
     DEVICE_BUFFER_COUNT,
+    HOST_BUFFER_COUNT,
     ResidentCopy,
     Section,
     SubGroup,
     host_staging_bytes,
     section_bytes,
+    shared_buffer_bytes,
     staged_offsets,
 )
 from estimators.segments import PlacementRequest, Tier
@@ -295,10 +297,22 @@ class MemoryPlan(DurableBytes, UnshardedBytes):
         fixed = self.staging_bytes + self.whole.host_bytes(self.request)
         return self.slots.total_bytes + fixed + resident
 
-    @property
+    @cached_property
     def staging_bytes(self) -> int:
-        """Bytes of host memory in which the processor updates what rests on a device."""
-        return host_staging_bytes(self.request)
+        """Bytes of host memory in which the processor updates what rests on a device.
+
+        Where it shares the update that is known once it is known what was moved up.
+        """
+        request = self.request
+        if not request.shares_update:
+            return host_staging_bytes(request)
+        return HOST_BUFFER_COUNT * max(
+            (
+                shared_buffer_bytes(request, request.segments[group.segment], group)
+                for group in self.sub_groups
+            ),
+            default=0,
+        )
 
     @property
     def device_bytes(self) -> int:

@@ -6,10 +6,15 @@ from dataclasses import dataclass
 
 from estimators.records import Section, lowest_tiers, section_bytes
 from estimators.segments import PlacementRequest, Tier
+from estimators.update_share import may_share
 
 HOST_MARGIN = 2.5
-"""How much sooner the host must be: the device copies and updates at once, the host by turns, and
-was measured to take 2.6 times what its kernel and its copies take by themselves."""
+"""How much sooner the host must be: the device copies and updates at once, a host that pages by
+turns, and was measured to take 2.6 times what its kernel and its copies take by themselves."""
+
+SHARING_MARGIN = 8.0
+"""How much sooner the host must be to update what it could share: beyond it the device would take
+less than a ninth of the update off the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +57,9 @@ def update_seconds(request: PlacementRequest, rates: UpdateRates) -> tuple[float
 
 
 def device_is_sooner(request: PlacementRequest, rates: UpdateRates | None) -> bool:
-    """Tell whether the device should update; where nothing was measured it should."""
+    """Tell whether the device should update, or share the update; without rates it should."""
     if rates is None or request.optimizer_tier is Tier.DEVICE or not request.trains:
         return True
     on_host, on_device = update_seconds(request, rates)
-    return on_device <= HOST_MARGIN * on_host
+    margin = SHARING_MARGIN if may_share(request) else HOST_MARGIN
+    return on_device <= margin * on_host

@@ -9,6 +9,15 @@ from offload.kernels import (
 )
 from offload.rules import UpdateScalars
 
+class KernelQueue:
+    """Runs kernels in the order they were submitted, on a thread of its own."""
+
+    def __init__(self) -> None: ...
+    def done(self, ticket: int) -> bool: ...
+    def wait(self, ticket: int, most_seconds: float) -> bool: ...
+    def times(self, ticket: int) -> tuple[float, float]: ...
+    def close(self) -> None: ...
+
 def update_own(
     param: Array,
     grad: Array,
@@ -16,7 +25,8 @@ def update_own(
     exp_avg_sq: Array | None,
     scalars: UpdateScalars,
     thread_count: int,
-) -> None: ...
+    queue: KernelQueue | None = None,
+) -> int: ...
 def update_exact(
     param: Array,
     residual: Array,
@@ -25,7 +35,8 @@ def update_exact(
     exp_avg_sq: Array | None,
     scalars: UpdateScalars,
     thread_count: int,
-) -> None: ...
+    queue: KernelQueue | None = None,
+) -> int: ...
 def update_master(
     param: Array,
     master: Array,
@@ -34,7 +45,8 @@ def update_master(
     exp_avg_sq: Array | None,
     scalars: UpdateScalars,
     thread_count: int,
-) -> None: ...
+    queue: KernelQueue | None = None,
+) -> int: ...
 def update_bf16(
     param: Array,
     residual: Array,
@@ -44,7 +56,8 @@ def update_bf16(
     scalars: UpdateScalars,
     key: RoundingKey | None,
     thread_count: int,
-) -> None: ...
+    queue: KernelQueue | None = None,
+) -> int: ...
 def update_compact(
     param: Array,
     residual: Array,
@@ -56,7 +69,8 @@ def update_compact(
     scalars: UpdateScalars,
     key: RoundingKey | None,
     thread_count: int,
-) -> None: ...
+    queue: KernelQueue | None = None,
+) -> int: ...
 def split_master(
     master: Fp32Array, param: Bf16Bits, residual: ResidualArray, thread_count: int
 ) -> None: ...

@@ -12,6 +12,9 @@ fence says when it has ended.
    `Device.join` of its fence.
 4. Other work may run beside the device's own order, too: what ranks exchange. It begins once the
    work issued before it is done, and a copy that it waits for; the three rules are its own as well.
+5. Copies aside are another two directions: they begin after what was issued before `start_aside`,
+   and wait for nothing issued since. Nothing issued since may write what they read, or use what
+   they write, before it joins their fence.
 A slot keeps the fence of the last copy that used it, and whoever takes it next waits.
 """
 
@@ -118,11 +121,17 @@ class Device(abc.ABC):
         """Bytes copied from host memory to the device, and back."""
 
     @abc.abstractmethod
-    def copy(self, source: Memory, target: Memory, after: Fence = PASSED) -> Fence:
+    def copy(
+        self, source: Memory, target: Memory, after: Fence = PASSED, *, aside: bool = False
+    ) -> Fence:
         """Start to copy all of `source` to `target`, which has as many bytes.
 
-        `after` is a copy of the other direction that must have ended before.
+        `after` is a copy of another direction that must have ended before.
         """
+
+    @abc.abstractmethod
+    def start_aside(self) -> None:
+        """Let copies aside begin once what was issued up to here is done."""
 
     @abc.abstractmethod
     def join(self, fence: Fence) -> None:
@@ -182,7 +191,9 @@ class SeparateDevice(Device):
 
     is_host = False
 
-    def copy(self, source: Memory, target: Memory, after: Fence = PASSED) -> Fence:
+    def copy(
+        self, source: Memory, target: Memory, after: Fence = PASSED, *, aside: bool = False
+    ) -> Fence:
         """Start to copy; within the device it is in the order of its work, on the host at once."""
         if source.size_bytes != target.size_bytes:
             raise ValueError(f"cannot copy {source.size_bytes} bytes to {target.size_bytes}")
@@ -198,11 +209,14 @@ class SeparateDevice(Device):
             return PASSED
         way = "in" if isinstance(source, Span) else "out"
         self.copied_bytes[way] += source.size_bytes
-        return self._start(way, source, target, after)
+        return self._start(f"{way} aside" if aside else way, source, target, after)
 
     @abc.abstractmethod
     def _start(self, way: str, source: Memory, target: Memory, after: Fence) -> Fence:
-        """Start a copy between host and device, "in" or "out", of at least one byte."""
+        """Start a copy between host and device of at least one byte.
+
+        `way` is "in", "out", "in aside" or "out aside".
+        """
 
 
 class HostDevice(Device):
@@ -211,12 +225,22 @@ class HostDevice(Device):
     torch_device = torch.device("cpu")
     is_host = True
 
-    def copy(self, source: Memory, target: Memory, after: Fence = PASSED) -> Fence:  # noqa: ARG002  nothing is in flight
+    def copy(
+        self,
+        source: Memory,
+        target: Memory,
+        after: Fence = PASSED,  # noqa: ARG002  nothing is in flight
+        *,
+        aside: bool = False,  # noqa: ARG002
+    ) -> Fence:
         """Copy now."""
         if not isinstance(source, Span) or not isinstance(target, Span):
             raise TypeError("memory of another device was given to the processor")
         copy_bytes(source, target, source.size_bytes)
         return PASSED
+
+    def start_aside(self) -> None:
+        """Do nothing: what was issued is done."""
 
     def join(self, fence: Fence) -> None:
         """Do nothing: every copy has ended."""
@@ -247,14 +271,16 @@ class CudaDevice(SeparateDevice):
         self.torch_device = torch.device("cuda", index)
         self.identity = _identity(index)
         self._index = index
-        self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._ways: dict[str, torch.cuda.Stream] = {}
+        for way in ("in", "out", "in aside", "out aside"):
+            self._ways[way] = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._beside = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def _start(self, way: str, source: Memory, target: Memory, after: Fence) -> Fence:
         """Copy on the stream of the direction."""
-        stream = self._in if way == "in" else self._out
-        stream.wait_stream(torch.cuda.current_stream(self._index))
+        stream = self._ways[way]
+        if way in ("in", "out"):
+            stream.wait_stream(torch.cuda.current_stream(self._index))
         if isinstance(after, _CudaFence):
             stream.wait_event(after.event)
         with torch.cuda.stream(stream):
@@ -279,6 +305,11 @@ class CudaDevice(SeparateDevice):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return _CudaFence(event)
+
+    def start_aside(self) -> None:
+        """Let both streams of copies aside wait for the current one."""
+        for way in ("in aside", "out aside"):
+            self._ways[way].wait_stream(torch.cuda.current_stream(self._index))
 
     def marking(self, what: str) -> AbstractContextManager[None]:
         """Put an NVTX range around a block."""
@@ -307,7 +338,7 @@ class CudaDevice(SeparateDevice):
 
     def settle(self) -> None:
         """Wait for the streams beside that of the device's own work."""
-        for stream in (self._in, self._out, self._beside):
+        for stream in (*self._ways.values(), self._beside):
             stream.synchronize()
 
     def arena(self, size_bytes: int) -> HostArena:

@@ -134,7 +134,7 @@ class NativeKernels(UpdateCalls):
 
     name = "native"
 
-    def __init__(self, thread_count: int = 1) -> None:
+    def __init__(self, thread_count: int = 1, queue: _kernels.KernelQueue | None = None) -> None:
         _check_thread_count(thread_count)
         if not native_available():
             raise RuntimeError(
@@ -142,6 +142,12 @@ class NativeKernels(UpdateCalls):
                 'rebuild the package with a C++ compiler, or ask for kind="numpy"'
             )
         self._thread_count = thread_count
+        self._queue = queue
+
+    @property
+    def thread_count(self) -> int:
+        """Return on how many threads a call runs at most."""
+        return self._thread_count
 
     def _update(
         self,
@@ -153,21 +159,35 @@ class NativeKernels(UpdateCalls):
         key: RoundingKey | None,
     ) -> None:
         check_update(kept, (param, grad), state, scalars, key)
+        self._call(kept, (param, grad), state, scalars, key)
+
+    def _call(
+        self,
+        kept: Kept,
+        operands: tuple[Array, Array],
+        state: StateArrays,
+        scalars: UpdateScalars,
+        key: RoundingKey | None,
+    ) -> int:
+        """Run a kernel, or submit it to the queue, whose ticket is returned."""
+        param, grad = operands
         moments = (state.exp_avg, state.exp_avg_sq)
-        threads = self._thread_count
+        where = (self._thread_count, self._queue)
         match kept:
             case Kept.OWN:
-                _kernels.update_own(param, grad, *moments, scalars, threads)
+                return _kernels.update_own(param, grad, *moments, scalars, *where)
             case Kept.EXACT:
-                _kernels.update_exact(param, state.residual, grad, *moments, scalars, threads)
+                return _kernels.update_exact(param, state.residual, grad, *moments, scalars, *where)
             case Kept.MASTER:
-                _kernels.update_master(param, state.master, grad, *moments, scalars, threads)
+                return _kernels.update_master(param, state.master, grad, *moments, scalars, *where)
             case Kept.BF16:
-                _kernels.update_bf16(param, state.residual, grad, *moments, scalars, key, threads)
+                return _kernels.update_bf16(
+                    param, state.residual, grad, *moments, scalars, key, *where
+                )
             case Kept.COMPACT:
                 bases = (state.exp_avg_base, state.exp_avg_sq_base)
-                _kernels.update_compact(
-                    param, state.residual, grad, *moments, *bases, scalars, key, threads
+                return _kernels.update_compact(
+                    param, state.residual, grad, *moments, *bases, scalars, key, *where
                 )
             case _:
                 assert_never(kept)

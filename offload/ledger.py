@@ -67,6 +67,8 @@ class LedgerSnapshot:
     """Bytes copied between host memory and a device: {"in": 4096, "out": 4096}."""
     rank_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the other ranks' parts in what ranks exchanged: {"gathered": 4096}."""
+    updated_groups: Mapping[str, int] = field(default_factory=dict)
+    """Sub-groups by where they were updated: {"host": 3, "device": 5}."""
 
     @property
     def nvme_read_bytes(self) -> int:
@@ -99,6 +101,10 @@ class LedgerSnapshot:
                 what: size - earlier.rank_bytes.get(what, 0)
                 for what, size in self.rank_bytes.items()
             },
+            {
+                side: count - earlier.updated_groups.get(side, 0)
+                for side, count in self.updated_groups.items()
+            },
         )
 
     def _sum(self, link: Link) -> int:
@@ -126,6 +132,7 @@ class Ledger:
         self._seconds = dict.fromkeys(Activity, 0.0)
         self._tokens = 0
         self._rank_bytes = {GATHERED: 0, REDUCED: 0}
+        self._updated_groups = {"device": 0, "host": 0}
         self._in_flight = 0
         self._busy_since = 0.0
         self._busy_seconds = 0.0
@@ -169,6 +176,10 @@ class Ledger:
         """Count `size_bytes` that ranks gathered or reduced, less this rank's own part."""
         self._rank_bytes[what] += size_bytes - size_bytes // world_size
 
+    def updated(self, side: str) -> None:
+        """Count a sub-group that the "host" or the "device" has updated."""
+        self._updated_groups[side] += 1
+
     def observe(self, what: str, size_bytes: int) -> None:
         """Keep the most bytes that a line of the plan was seen to take."""
         self.peaks[what] = max(self.peaks.get(what, 0), size_bytes)
@@ -188,6 +199,11 @@ class Ledger:
             self._seconds[activity] += spent
             if self._trace is not None:
                 self._trace.add_span(activity.value, begin, spent)
+
+    def ran_beside(self, what: str, begin: float, end: float) -> None:
+        """Record what the host's kernels did beside the training thread, for the time line."""
+        if self._trace is not None:
+            self._trace.add_span(what, begin, end - begin, beside=True)
 
     def count_tokens(self, count: int) -> None:
         """Add tokens (or samples) of the current step, for the wear by token."""
@@ -214,6 +230,7 @@ class Ledger:
                 tokens=moved.tokens,
                 copied_bytes=moved.copied_bytes,
                 rank_bytes=moved.rank_bytes,
+                updated_groups=moved.updated_groups,
             )
         )
         if self._trace is not None:
@@ -243,6 +260,7 @@ class Ledger:
             self._tokens,
             dict(self.copied_bytes),
             dict(self._rank_bytes),
+            dict(self._updated_groups),
         )
 
     def report(self) -> LedgerReport:

@@ -32,6 +32,8 @@ class StepRecord:
     """Bytes copied between host memory and a device: {"in": 4096, "out": 4096}."""
     rank_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the other ranks' parts in what ranks exchanged: {"gathered": 4096}."""
+    updated_groups: Mapping[str, int] = field(default_factory=dict)
+    """Sub-groups by where they were updated: {"host": 3, "device": 5}."""
 
     @property
     def read_bytes(self) -> int:
@@ -80,6 +82,7 @@ class StepRecord:
             "resident_bytes": dict(self.resident_bytes),
             "copied_bytes": dict(self.copied_bytes),
             "rank_bytes": dict(self.rank_bytes),
+            "updated_groups": dict(self.updated_groups),
             "nvme_gb_per_s": moved / self.seconds / 1e9 if self.seconds else None,
             "nvme_gb_per_s_while_busy": _ratio(moved / 1e9, self.busy_seconds),
             "share_of_drive_limit": None if limit is None else _ratio(limit, self.seconds),
@@ -144,6 +147,10 @@ class LedgerReport:
         yield from ((f"of these: {name}", _text(size, "{:,.0f}")) for name, size in moved if size)
         passed = [("copied_bytes", "bytes copied", way) for way in rows[-1]["copied_bytes"]]
         passed += [("rank_bytes", "bytes", what) for what in rows[-1]["rank_bytes"]]
+        passed += [
+            ("updated_groups", "sub-groups updated on the", side)
+            for side in rows[-1]["updated_groups"]
+        ]
         for kind, name, way in passed:
             if rows[-1][kind][way]:
                 yield f"{name} {way}", _text(median(kind, way), "{:,.0f}")

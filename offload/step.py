@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from estimators import Extent, Section, SubGroup
 from offload.arrays import array_at, clear_bytes
@@ -13,7 +15,9 @@ from offload.ledger import Activity
 from offload.rules import UpdateScalars
 from offload.slots import Slot
 from offload.state import state_arrays
-from offload.step_device import StreamedUpdate
+from offload.step_device import StreamedUpdate, in_order
+from offload.step_host import update_on_host
+from offload.step_shared import OnUpdate, update_shared
 from offload.store import Store, count_use
 from offload.update_pass import GradientPieces, Rounding, UpdatePass
 
@@ -47,24 +51,24 @@ def update(
     store.require_intact()
     pass_ = UpdatePass(store, scalars, rounding, pieces_of)
     groups = [group for group in store.plan.sub_groups if group.tier(Section.STATE) is not None]
+    if store.plan.request.update_on_device:
+        groups = in_order(groups)
     lend = _lender(store, groups)
     store.parameter_version += 1
     moved: list[str] = []
+    left = collections.Counter(group.segment for group in groups)
 
-    def note(group: SubGroup) -> None:
+    def note(group: SubGroup, side: str) -> None:
         store.ledger.note("update", _name(store, group))
+        store.ledger.updated(side)
         _count_uses(store, group)
         moved.append(_name(store, group))
-        if group is groups[-1] or groups[len(moved)].segment != group.segment:
+        left[group.segment] -= 1
+        if not left[group.segment]:
             on_segment(group.segment)
 
     try:
-        if store.plan.request.update_on_device:
-            store.update_fence = StreamedUpdate(pass_, note).run(groups, lend)
-        else:
-            for position, group in enumerate(groups):
-                _update_group(pass_, group, lend(position))
-                note(group)
+        _update_all(pass_, groups, lend, note)
         if store.pager is not None:
             store.pager.drain()
     except BaseException as error:
@@ -75,6 +79,31 @@ def update(
         )
         raise
     store.drop_gradients()
+
+
+def _update_all(
+    pass_: UpdatePass,
+    groups: Sequence[SubGroup],
+    lend: Callable[[int], Slot | None],
+    note: OnUpdate,
+) -> None:
+    """Update sub-groups where the plan says, on both sides where they share."""
+    store = pass_.store
+    if store.device.is_host or (
+        store.pager is not None and not store.plan.request.update_on_device
+    ):
+        for position, group in enumerate(groups):
+            _update_group(pass_, group, lend(position))
+            note(group, "host")
+        return
+    pass_ = replace(pass_, pieces_of=functools.cache(pass_.pieces_of))
+    if store.sharing is not None:
+        store.update_fence = update_shared(pass_, store.sharing, note, groups, lend)
+    elif store.plan.request.update_on_device:
+        streamed = StreamedUpdate(pass_, groups, functools.partial(note, side="device"))
+        store.update_fence = streamed.run(lend)
+    else:
+        update_on_host(pass_, functools.partial(note, side="host"), groups)
 
 
 def read_ahead_states(store: Store) -> None:

@@ -2,9 +2,10 @@
 
 [Note: streamed update] Sub-groups pass through a few buffers on the device, in order: copied in,
 updated, copied out. A sub-group is copied in before the update of the one ahead of it is issued, so
-that the copy waits for nothing but its buffer. What rests on the device is updated in place. The
-host issues all this and waits only where a slot is used: for what NVMe brings, and before the slot
-is written, while the drive reads the next ones.
+that the copy waits for nothing but its buffer. What rests on the device is updated in place, and
+last (`in_order`): it is issued while copies go on. The host issues all this and waits only where a
+slot is used: for what NVMe brings, and before the slot is written, while the drive reads the next
+ones.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from estimators import Section, SubGroup
+from estimators import Section, SubGroup, Tier
 from estimators.records import DEVICE_BUFFER_COUNT
 from offload.device import PASSED, DeviceMemory, Fence, Memory, elements_at, last_of
 from offload.kernels_device import PartsAndGradients
@@ -26,6 +27,8 @@ from offload.update_parts import GroupParts
 from offload.update_pass import UpdatePass
 
 _CHANGED = (Section.PARAMETER, Section.STATE)
+_PREPARED_COUNT = 32
+"""Sub-groups whose parts are prepared at once: few enough that copies do not wait for it."""
 
 Lend = Callable[[int], Slot | None]
 """Lends a slot with what rests on NVMe of the sub-group at a position."""
@@ -46,11 +49,23 @@ class _Staged:
     taken: Fence = PASSED
 
 
+def in_order(groups: Sequence[SubGroup]) -> list[SubGroup]:
+    """Return sub-groups in the order of a streamed update: those that rest on the device last."""
+    return sorted(groups, key=lambda group: all(tier is Tier.DEVICE for _, tier in group.tiers))
+
+
 class StreamedUpdate:
     """One update of all sub-groups, see [Note: streamed update]."""
 
-    def __init__(self, pass_: UpdatePass, on_update: Callable[[SubGroup], None]) -> None:
+    def __init__(
+        self,
+        pass_: UpdatePass,
+        groups: Sequence[SubGroup],
+        on_update: Callable[[SubGroup], None],
+    ) -> None:
         self._pass = pass_
+        self._groups = groups
+        self._position_of = {group.index: at for at, group in enumerate(groups)}
         self._store = store = pass_.store
         self._pieces_of = functools.cache(pass_.pieces_of)
         self._on_update = on_update
@@ -63,26 +78,48 @@ class StreamedUpdate:
         """The last copy out of each buffer."""
         self._next_buffer = 0
         self._coming: collections.deque[_Staged] = collections.deque()
+        self._leaving: collections.deque[Fence] = collections.deque()
+        """Copies out that were not seen to be over."""
         self._last_out: Fence = PASSED
         self._parts: dict[int, GroupParts] = {}
 
-    def run(self, groups: Sequence[SubGroup], lend: Lend) -> Fence:
-        """Update sub-groups in order; the fence is behind all that is copied out."""
-        self._prepare(groups)
-        for position, group in enumerate(groups):
-            slot = lend(position)
-            if slot is not None:
-                self._finish_coming()
-            with self._store.device.marking(f"copy in sub-group {group.index}"):
-                self._coming.append(self._bring(group, slot))
-            if slot is not None:
-                self._finish_coming()
-            elif len(self._coming) > 1:
-                self._update(self._coming.popleft())
+    def run(self, lend: Lend) -> Fence:
+        """Update all sub-groups in order; the fence is behind all that is copied out."""
+        for position, group in enumerate(self._groups):
+            self.take(group, lend(position))
+        return self.finish()
+
+    @property
+    def waiting_count(self) -> int:
+        """How many sub-groups are on their way; one more than there are buffers keeps all busy."""
+        while self._leaving and self._leaving[0].done():
+            self._leaving.popleft()
+        return len(self._leaving) + len(self._coming)
+
+    def take(self, group: SubGroup, slot: Slot | None) -> None:
+        """Start to copy a sub-group in, and issue the update of the one before."""
+        if slot is not None:
+            self._finish_coming()
+        with self._store.device.marking(f"copy in sub-group {group.index}"):
+            self._coming.append(self._bring(group, slot))
+        if slot is not None:
+            self._finish_coming()
+        elif len(self._coming) > 1:
+            self._update(self._coming.popleft())
+
+    def finish(self) -> Fence:
+        """Issue what is left; the fence is behind all that is copied out."""
         self._finish_coming()
         for fence in self._free_after:
             self._store.device.join(fence)  # the buffers are freed now
         return self._last_out
+
+    def _prepared(self, group: SubGroup) -> GroupParts:
+        """Return the parts of a sub-group, prepared together with those of the next ones."""
+        if group.index not in self._parts:
+            first = self._position_of[group.index]
+            self._prepare(self._groups[first : first + _PREPARED_COUNT])
+        return self._parts[group.index]
 
     def _prepare(self, groups: Sequence[SubGroup]) -> None:
         wanted: list[PartsAndGradients] = []
@@ -96,7 +133,7 @@ class StreamedUpdate:
                 wanted.append((parts, [each for _, each in pieces]))
         store = self._store
         prepared = store.device_kernels.prepare(wanted, store.device.torch_device)
-        self._parts = {group.index: each for group, each in zip(groups, prepared, strict=True)}
+        self._parts |= {group.index: each for group, each in zip(groups, prepared, strict=True)}
 
     def _finish_coming(self) -> None:
         while self._coming:
@@ -168,7 +205,7 @@ class StreamedUpdate:
             pieces = [(group.start, gradient)]
         gradients = [each for _, each in pieces]
         scalars = kernel_scalars(self._pass.scalars_of(group))
-        prepared = self._parts[group.index]
+        prepared = self._prepared(group)
         store.device_kernels.update_parts(parameter, gradients, state, scalars, prepared)
         for section in _CHANGED:
             memory: Memory = store.section_memory(group, section, staged.slot)
@@ -178,6 +215,7 @@ class StreamedUpdate:
                 staged.taken = last_of(staged.taken, done)
         if staged.taken is not PASSED:
             self._free_after[staged.buffer] = self._last_out = staged.taken
+            self._leaving.append(staged.taken)
 
     def _write_back(self, staged: _Staged) -> None:
         """Give a slot back, to be written where something in it has changed.

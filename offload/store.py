@@ -36,6 +36,7 @@ from offload.kernels_device import DeviceKernels, load_device_kernels
 from offload.ledger import Ledger
 from offload.pager import Pager, PagerFailedError
 from offload.residents import Residents
+from offload.sharing import sharing_of
 from offload.slots import Slot, carve_slots
 from offload.transfers import SlotTransfers
 from offload.update_parts import PartPlace
@@ -138,8 +139,7 @@ class Store:
     """Allocates exactly what the plan says, once, and moves sections between tiers."""
 
     def __init__(self, plan: MemoryPlan, parts: StoreParts) -> None:
-        self.plan = plan
-        self.sizes = SubGroupSizes(plan)
+        self.plan, self.sizes = plan, SubGroupSizes(plan)
         self.ledger, self.kernels, self.device = parts.ledger, parts.kernels, parts.device
         self.device_kernels: DeviceKernels = load_device_kernels(parts.device.torch_device)
         """For what lies on a device that is not the host."""
@@ -168,6 +168,7 @@ class Store:
         self.residents = Residents(plan, parts.device, parts.position)
         self.staging: Span | None = _staging(plan, parts.device)
         """Where the processor updates what rests on a device that is not the host."""
+        self.sharing = sharing_of(plan)
         self.update_fence: Fence = PASSED
         """The last copy out to host memory of an update on a device."""
         self._gradient_fences: dict[int, Fence] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 _TRAINING_THREAD = 1
+_KERNEL_THREAD = 2
 _MICROSECONDS = 1e6
 
 
@@ -21,15 +22,18 @@ class Trace:
         self._next_id = 0
         self._open: dict[tuple[str, str], list[int]] = {}
 
-    def add_span(self, name: str, begin: float, seconds: float) -> None:
-        """Record what the training thread did from `begin`, a time of `time.perf_counter`."""
+    def add_span(self, name: str, begin: float, seconds: float, *, beside: bool = False) -> None:
+        """Record what the training thread, or kernels beside it, did from `begin` on.
+
+        `begin` is a time of `time.perf_counter`.
+        """
         self._add(
             {
                 "name": name,
                 "ph": "X",
                 "ts": (begin - self._origin) * _MICROSECONDS,
                 "dur": seconds * _MICROSECONDS,
-                "tid": _TRAINING_THREAD,
+                "tid": _KERNEL_THREAD if beside else _TRAINING_THREAD,
             }
         )
 
@@ -49,16 +53,17 @@ class Trace:
 
     def to_dict(self, process: str) -> dict[str, object]:
         """Return everything recorded, ready for `json.dump`."""
-        names = [
-            {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": process}},
-            {
-                "ph": "M",
-                "pid": 0,
-                "tid": _TRAINING_THREAD,
-                "name": "thread_name",
-                "args": {"name": "training thread"},
-            },
+        names: list[dict[str, object]] = [
+            {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": process}}
         ]
+        for thread, name in (
+            (_TRAINING_THREAD, "training thread"),
+            (_KERNEL_THREAD, "kernels on the host"),
+        ):
+            arguments = {"name": name}
+            names.append(
+                {"ph": "M", "pid": 0, "tid": thread, "name": "thread_name", "args": arguments}
+            )
         return {
             "displayTimeUnit": "ms",
             "otherData": {"events left out": self._left_out},

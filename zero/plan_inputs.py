@@ -207,6 +207,7 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         if tiers.device_memory_bytes is None
         else tiers.device_memory_bytes // node.gpus,
         updates_on_device=updates_on_device(settings, rule),
+        shares_update=tiers.update_device == "auto",
         stage=settings.stage,
         persistence=settings.persistence,
         rule=rule,

@@ -25,6 +25,8 @@ from estimators import (
     UpdateRule,
     WholeTensors,
     device_is_sooner,
+    fit_sharing,
+    may_share,
     plan_placement,
 )
 from offload import (
@@ -33,6 +35,7 @@ from offload import (
     SwapDirectory,
     load_kernels,
     measure_update,
+    native_available,
     process_bytes,
 )
 from zero.budgets import drive_rates, node_budget, start_bytes, warn_if_beyond_machine
@@ -235,6 +238,7 @@ def make_blueprint(
     request = _placement_request(settings, optimizer, units, device, ranks, rates, whole)
     request = _choose_update_device(request, settings, device)
     budget, source = _budget(request, settings, local_world_size, changes.recalled)
+    request = fit_sharing(request, budget.host_bytes)
     memory = plan_placement(request, budget)
     held = changes.recalled.held_bytes
     needed = memory.swap_file_bytes if held is None else 0
@@ -310,10 +314,12 @@ def _whole_tensors(
 def _choose_update_device(
     request: PlacementRequest, settings: Settings, device: Device
 ) -> PlacementRequest:
-    """Let the host update where that is measured to be sooner over, if the choice is "auto".
+    """Let the host update, or share the update, if the choice is "auto".
 
-    The rates of ranks differ, and those of one day from another's, but the plans of all ranks and
-    of all starts of a durable run must be alike: there the device updates.
+    It updates alone where that is measured to be much sooner over, and shares where state is
+    offloaded to it (`estimators/update_share.py`). The rates of ranks differ, and those of one day
+    from another's, but the plans of all ranks and of all starts of a durable run must be alike:
+    there the device updates.
     """
     is_free = settings.tiers.update_device == "auto" and request.update_on_device
     if not is_free or request.world_size > 1 or request.durable:
@@ -321,9 +327,9 @@ def _choose_update_device(
     if request.optimizer_tier is Tier.DEVICE or not request.trains:
         return request
     rates = measure_update(device, request.state_format, thread_count(1))
-    if device_is_sooner(request, rates):
-        return request
-    return replace(request, update_on_device=False)
+    if not device_is_sooner(request, rates):
+        return replace(request, update_on_device=False)
+    return replace(request, shares_update=may_share(request) and native_available())
 
 
 def updates_on_device(settings: Settings, rule: UpdateRule | GenericRule) -> bool:

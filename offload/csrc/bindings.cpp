@@ -1,13 +1,16 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "halves.h"
+#include "kernel_queue.h"
 #include "norm.h"
 #include "split.h"
 #include "update.h"
@@ -92,30 +95,42 @@ void check_moments(const Scalars& scalars, const Moments<Value>& moments, size_t
   }
 }
 
-void bind_update_own(const Array<float>& param,
-                     const Array<const float>& grad,
-                     const Moment<float>& exp_avg,
-                     const Moment<float>& exp_avg_sq,
-                     const nb::object& scalars,
-                     uint64_t thread_count) {
+// Runs a kernel now, or later on the thread of a queue; returns its ticket there, or 0.
+template <typename Work>
+uint64_t run(KernelQueue* queue, Work work) {
+  const nb::gil_scoped_release released;
+  if (queue != nullptr) {
+    return queue->submit(std::move(work));
+  }
+  work();
+  return 0;
+}
+
+uint64_t bind_update_own(const Array<float>& param,
+                         const Array<const float>& grad,
+                         const Moment<float>& exp_avg,
+                         const Moment<float>& exp_avg_sq,
+                         const nb::object& scalars,
+                         uint64_t thread_count,
+                         KernelQueue* queue) {
   const size_t numel = param.size();
   const auto params = span_of(param, numel, "param");
   const auto grads = span_of(grad, numel, "grad");
   const auto moments = moments_of(exp_avg, exp_avg_sq, numel);
   const Scalars rounded = scalars_of(scalars);
   check_moments(rounded, moments, numel);
-  const nb::gil_scoped_release released;
-  update_own(params, grads, moments, rounded, thread_count);
+  return run(queue, [=] { update_own(params, grads, moments, rounded, thread_count); });
 }
 
 template <typename Grad>
-void bind_update_exact(const Array<uint16_t>& param,
-                       const Array<int16_t>& residual,
-                       const Array<const Grad>& grad,
-                       const Moment<float>& exp_avg,
-                       const Moment<float>& exp_avg_sq,
-                       const nb::object& scalars,
-                       uint64_t thread_count) {
+uint64_t bind_update_exact(const Array<uint16_t>& param,
+                           const Array<int16_t>& residual,
+                           const Array<const Grad>& grad,
+                           const Moment<float>& exp_avg,
+                           const Moment<float>& exp_avg_sq,
+                           const nb::object& scalars,
+                           uint64_t thread_count,
+                           KernelQueue* queue) {
   const size_t numel = param.size();
   const auto params = span_of(param, numel, "param");
   const auto residuals = span_of(residual, numel, "residual");
@@ -123,18 +138,19 @@ void bind_update_exact(const Array<uint16_t>& param,
   const auto moments = moments_of(exp_avg, exp_avg_sq, numel);
   const Scalars rounded = scalars_of(scalars);
   check_moments(rounded, moments, numel);
-  const nb::gil_scoped_release released;
-  update_exact<Grad>(params, residuals, grads, moments, rounded, thread_count);
+  return run(queue,
+             [=] { update_exact<Grad>(params, residuals, grads, moments, rounded, thread_count); });
 }
 
 template <typename Half, typename Grad>
-void bind_update_master(const Array<Half>& param,
-                        const Array<float>& master,
-                        const Array<const Grad>& grad,
-                        const Moment<float>& exp_avg,
-                        const Moment<float>& exp_avg_sq,
-                        const nb::object& scalars,
-                        uint64_t thread_count) {
+uint64_t bind_update_master(const Array<Half>& param,
+                            const Array<float>& master,
+                            const Array<const Grad>& grad,
+                            const Moment<float>& exp_avg,
+                            const Moment<float>& exp_avg_sq,
+                            const nb::object& scalars,
+                            uint64_t thread_count,
+                            KernelQueue* queue) {
   const size_t numel = param.size();
   const auto params = span_of(param, numel, "param");
   const auto masters = span_of(master, numel, "master");
@@ -142,19 +158,21 @@ void bind_update_master(const Array<Half>& param,
   const auto moments = moments_of(exp_avg, exp_avg_sq, numel);
   const Scalars rounded = scalars_of(scalars);
   check_moments(rounded, moments, numel);
-  const nb::gil_scoped_release released;
-  update_master<Half, Grad>(params, masters, grads, moments, rounded, thread_count);
+  return run(queue, [=] {
+    update_master<Half, Grad>(params, masters, grads, moments, rounded, thread_count);
+  });
 }
 
 template <typename Grad>
-void bind_update_bf16(const Array<uint16_t>& param,
-                      const Array<int16_t>& residual,
-                      const Array<const Grad>& grad,
-                      const Moment<uint16_t>& exp_avg,
-                      const Moment<uint16_t>& exp_avg_sq,
-                      const nb::object& scalars,
-                      const nb::object& key,
-                      uint64_t thread_count) {
+uint64_t bind_update_bf16(const Array<uint16_t>& param,
+                          const Array<int16_t>& residual,
+                          const Array<const Grad>& grad,
+                          const Moment<uint16_t>& exp_avg,
+                          const Moment<uint16_t>& exp_avg_sq,
+                          const nb::object& scalars,
+                          const nb::object& key,
+                          uint64_t thread_count,
+                          KernelQueue* queue) {
   const size_t numel = param.size();
   const auto params = span_of(param, numel, "param");
   const auto residuals = span_of(residual, numel, "residual");
@@ -163,21 +181,23 @@ void bind_update_bf16(const Array<uint16_t>& param,
   const Scalars rounded = scalars_of(scalars);
   const RoundingKey words = key_of(key);
   check_moments(rounded, moments, numel);
-  const nb::gil_scoped_release released;
-  update_bf16<Grad>(params, residuals, grads, moments, rounded, words, thread_count);
+  return run(queue, [=] {
+    update_bf16<Grad>(params, residuals, grads, moments, rounded, words, thread_count);
+  });
 }
 
 template <typename Grad>
-void bind_update_compact(const Array<uint16_t>& param,
-                         const Array<int8_t>& residual,
-                         const Array<const Grad>& grad,
-                         const Moment<uint8_t>& exp_avg,
-                         const Moment<uint8_t>& exp_avg_sq,
-                         const Moment<uint16_t>& exp_avg_base,
-                         const Moment<uint16_t>& exp_avg_sq_base,
-                         const nb::object& scalars,
-                         const nb::object& key,
-                         uint64_t thread_count) {
+uint64_t bind_update_compact(const Array<uint16_t>& param,
+                             const Array<int8_t>& residual,
+                             const Array<const Grad>& grad,
+                             const Moment<uint8_t>& exp_avg,
+                             const Moment<uint8_t>& exp_avg_sq,
+                             const Moment<uint16_t>& exp_avg_base,
+                             const Moment<uint16_t>& exp_avg_sq_base,
+                             const nb::object& scalars,
+                             const nb::object& key,
+                             uint64_t thread_count,
+                             KernelQueue* queue) {
   const size_t numel = param.size();
   const size_t block_count = (numel + kCodeBlock - 1) / kCodeBlock;
   const auto params = span_of(param, numel, "param");
@@ -189,8 +209,9 @@ void bind_update_compact(const Array<uint16_t>& param,
   const RoundingKey words = key_of(key);
   check_moments(rounded, moments.codes, numel);
   check_moments(rounded, moments.bases, block_count);
-  const nb::gil_scoped_release released;
-  update_compact<Grad>(params, residuals, grads, moments, rounded, words, thread_count);
+  return run(queue, [=] {
+    update_compact<Grad>(params, residuals, grads, moments, rounded, words, thread_count);
+  });
 }
 
 void bind_split_master(const Array<const float>& master,
@@ -248,7 +269,8 @@ void define_updates(nb::module_& module) {
              "exp_avg"_a.noconvert().none(),
              "exp_avg_sq"_a.noconvert().none(),
              "scalars"_a,
-             "thread_count"_a);
+             "thread_count"_a,
+             "queue"_a.none() = nb::none());
   module.def("update_bf16",
              &bind_update_bf16<Grad>,
              "param"_a.noconvert(),
@@ -258,7 +280,8 @@ void define_updates(nb::module_& module) {
              "exp_avg_sq"_a.noconvert().none(),
              "scalars"_a,
              "key"_a,
-             "thread_count"_a);
+             "thread_count"_a,
+             "queue"_a.none() = nb::none());
   module.def("update_compact",
              &bind_update_compact<Grad>,
              "param"_a.noconvert(),
@@ -270,7 +293,8 @@ void define_updates(nb::module_& module) {
              "exp_avg_sq_base"_a.noconvert().none(),
              "scalars"_a,
              "key"_a,
-             "thread_count"_a);
+             "thread_count"_a,
+             "queue"_a.none() = nb::none());
 }
 
 template <typename Half, typename Grad>
@@ -283,7 +307,27 @@ void define_update_master(nb::module_& module) {
              "exp_avg"_a.noconvert().none(),
              "exp_avg_sq"_a.noconvert().none(),
              "scalars"_a,
-             "thread_count"_a);
+             "thread_count"_a,
+             "queue"_a.none() = nb::none());
+}
+
+void define_queue(nb::module_& module) {
+  nb::class_<KernelQueue>(module, "KernelQueue")
+      .def(nb::init<>())
+      .def("done", &KernelQueue::done, "ticket"_a)
+      .def("wait",
+           &KernelQueue::wait,
+           "ticket"_a,
+           "most_seconds"_a,
+           nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "times",
+          [](KernelQueue& queue, uint64_t ticket) {
+            const CallTimes times = queue.times(ticket);
+            return std::pair(times.begin_seconds, times.end_seconds);
+          },
+          "ticket"_a)
+      .def("close", &KernelQueue::close, nb::call_guard<nb::gil_scoped_release>());
 }
 
 template <typename Value>
@@ -308,7 +352,9 @@ NB_MODULE(_kernels, module) {
              "exp_avg"_a.noconvert().none(),
              "exp_avg_sq"_a.noconvert().none(),
              "scalars"_a,
-             "thread_count"_a);
+             "thread_count"_a,
+             "queue"_a.none() = nb::none());
+  define_queue(module);
   module.def("split_master",
              &bind_split_master,
              "master"_a.noconvert(),

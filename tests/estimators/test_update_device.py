@@ -40,17 +40,30 @@ def test_seconds_are_those_of_the_bytes_that_must_be_copied() -> None:
     assert on_device == pytest.approx(14 * NUMEL / 50e9)
 
 
+PAGING = request(optimizer=Tier.NVME)
+
+
 @pytest.mark.parametrize(
     ("asked", "rates", "device"),
     [
-        (request(), H200, True),
-        (request(StateFormat.COMPACT), UpdateRates(2.7e9, 50e9, 50e9), True),
-        (request(), UpdateRates(4.4e9, 12e9, 12e9), False),  # half the lanes, an older bus
-        (request(), UpdateRates(4.4e9, 40e9, 40e9), True),  # the host alone would not be sooner
-        (request(StateFormat.COMPACT), UpdateRates(0.3e9, 12e9, 12e9), True),
-        (request(), UpdateRates(4.4e9, 50e9, 12e9), False),  # slow on the way back
+        (PAGING, H200, True),
+        (request(StateFormat.COMPACT, optimizer=Tier.NVME), UpdateRates(2.7e9, 50e9, 50e9), True),
+        (PAGING, UpdateRates(4.4e9, 12e9, 12e9), False),  # half the lanes, an older bus
+        (PAGING, UpdateRates(4.4e9, 40e9, 40e9), True),  # the host alone would not be sooner
+        (
+            request(StateFormat.COMPACT, optimizer=Tier.NVME),
+            UpdateRates(0.3e9, 12e9, 12e9),
+            True,
+        ),
+        (PAGING, UpdateRates(4.4e9, 50e9, 12e9), False),  # slow on the way back
+        (request(), H200, True),  # and shared, if that is worth it
+        (request(), UpdateRates(4.4e9, 12e9, 12e9), True),  # the host takes most of it
+        (request(), UpdateRates(20e9, 1e9, 4e9), True),
+        (request(), UpdateRates(4.4e9, 50e9, 2e9), False),  # the device would be no help
+        (request(), UpdateRates(4.4e9, 1e9, 50e9), True),  # copies that both need are as slow
         (request(optimizer=Tier.DEVICE), UpdateRates(1e12, 1e9, 1e9), True),  # nothing is copied
         (request(), None, True),
+        (PAGING, None, True),
     ],
 )
 def test_the_sooner_one_updates(

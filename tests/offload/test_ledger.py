@@ -124,7 +124,7 @@ def test_a_trace_stops_at_its_limit_and_says_how_much_is_missing() -> None:
     store.ledger.start_trace(limit=5)
     train(store, steps=1)
     trace = store.ledger.trace()
-    assert len(trace["traceEvents"]) == 5 + 2
+    assert len(trace["traceEvents"]) == 5 + 3
     assert trace["otherData"]["events left out"] > 0
     store.close()
 

@@ -109,7 +109,8 @@ class SimulatedDevice(SeparateDevice):
         self.torch_device = torch.device("cpu")
         self.identity = f"simulated {os.getpid()}"
         self.chance = random.Random(seed)
-        self._queues = {"in": collections.deque(), "out": collections.deque()}
+        ways = ("in", "out", "in aside", "out aside")
+        self._queues = {way: collections.deque() for way in ways}
         self._beside = collections.deque()
         self.wait_count = 0
         """How often somebody waited for what was fetched."""
@@ -146,6 +147,9 @@ class SimulatedDevice(SeparateDevice):
         raw.fill_(0xFF)
         self._beside.append(fence)
         return fence
+
+    def start_aside(self) -> None:
+        """What was issued is done."""
 
     def join(self, fence: Fence) -> None:
         fence.wait()

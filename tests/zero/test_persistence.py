@@ -169,7 +169,9 @@ def test_what_stays_is_not_copied_to_a_device(
 ) -> None:
     """Not for the forwards and backwards of two micro-batches, nor for the update and back."""
     monkeypatch.setattr(zero.planning, "open_device", lambda _: SimulatedDevice(5))
-    none, some = (trained(scratch, 0, each, tier="cpu") for each in (0, 800))
+    none, some = (
+        trained(scratch, 0, each, tier="cpu", update_device="device") for each in (0, 800)
+    )
     assert (some["bits"], some["state"]) == (none["bits"], none["state"])
     assert none["copied"][0] - some["copied"][0] == (2 * 2 + 1) * some["values"]
     assert none["copied"][1] - some["copied"][1] == some["values"] > 0

@@ -262,5 +262,10 @@ def test_a_gpu_is_not_the_host() -> None:
     assert gpu.passing["update"]["buffers of the update"] > 0
     assert gpu.moved.update_link_bytes > 0
     assert cpu.time.link == 0 < gpu.time.link
+    assert gpu.memory.request.shares_update
+    alone = estimate(PlanInputs(model, Node(DeviceKind.CUDA), shares_update=False, **offloaded))
+    assert alone.memory.request == replace(gpu.memory.request, shares_update=False)
+    assert 0.0 < gpu.time.host == gpu.time.update_link < alone.time.update_link
+    assert gpu.time.lower_bound < alone.time.lower_bound
     by_host = PlanInputs(model, Node(DeviceKind.CUDA), updates_on_device=False, **offloaded)
     assert estimate(by_host).moved.host_update_bytes > 0 == gpu.moved.host_update_bytes

@@ -117,7 +117,9 @@ class Tiers(Section):
     )
     update_device: Annotated[str, Choice(words=("auto", "cpu", "device"))] = key(
         "where the optimizer runs: device streams state through a GPU, at the speed of its link;"
-        " auto does so where there is one, unless the host is measured to be much sooner over",
+        " cpu updates in host memory; auto lets both share the sub-groups whose state is offloaded"
+        " to cpu while that is measured to be faster, else takes the GPU, unless the host alone is"
+        " measured to be much sooner over",
         default="auto",
         auto=Auto.MACHINE,
     )
