@@ -154,8 +154,13 @@ def whole(value: object) -> bool:
 
 
 def spellings(value: object) -> list[str]:
-    """Return a value as the file has it, and as an integer or a float that it is read as."""
+    """Return a value as the file has it, and as an integer or a float that it is read as.
+
+    What is left out of a mapping is filled in behind what is there.
+    """
     texts = [shown(value)]
+    if isinstance(value, dict) and value:
+        texts.append(shown(value)[:-1])
     if whole(value) and abs(value) < 1e300:
         texts += [shown(int(value)), shown(float(value))]
     return texts
