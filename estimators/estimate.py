@@ -71,13 +71,8 @@ class Estimate:
 
     @cached_property
     def keeps_gradients(self) -> bool:
-        """Whether gradients stay the tensors that autograd made: see `zero/kept.py`."""
-        memory = self.memory
-        return memory.request.trains and all(
-            memory.is_in_place(index)
-            and memory.segment_tier(index, Section.GRADIENT) is Tier.DEVICE
-            for index in range(len(memory.request.segments))
-        )
+        """Whether all gradients stay the tensors that autograd made: see `zero/kept.py`."""
+        return all(map(self.memory.keeps_gradients, range(len(self.memory.request.segments))))
 
     @property
     def peak_moment(self) -> str:

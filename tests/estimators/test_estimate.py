@@ -19,12 +19,13 @@ from estimators import (
     shard_bounds,
 )
 from estimators.activations import Batch
-from estimators.estimate import Estimate, estimate
+from estimators.estimate import CUDA_WORKSPACE_BYTES, Estimate, estimate
 from estimators.fit import with_layers
 from estimators.hardware import bandwidths_of, parse_gpu
 from estimators.inputs import DeviceKind, Node, PlanInputs, placement_request
 from estimators.models import ModelShape, model_of_config, preset
 from estimators.step_time import operations
+from estimators.summary import GRADIENT_SCRATCH
 from tests.support.transformers_models import VARIATIONS
 
 TIERS = [
@@ -207,6 +208,24 @@ def test_on_the_cpu_the_device_is_host_memory() -> None:
         "CUDA context",
         "allocator slack (5%)",
     }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"gradient_element": ElementType.FP32}, {"gpus": 2, "stage": 2}],
+    ids=["autograd's own", "another type", "two ranks"],
+)
+def test_gradients_with_shards_of_their_own_are_there_at_every_moment(changes: Any) -> None:
+    found = estimate(make("mistral", (Tier.DEVICE, Tier.DEVICE), **changes))
+    gradients = found.memory.resident_section_bytes(Tier.DEVICE, Section.GRADIENT)
+    resident, moments = found.moved.device_resident_bytes, found.moments
+    assert 0 < gradients < resident
+    stays = not changes
+    assert found.keeps_gradients is stays
+    always = found.tensor_bytes - max(moments.values()) - CUDA_WORKSPACE_BYTES
+    assert always == resident - (gradients if stays else 0)
+    on_the_way = [GRADIENT_SCRATCH in parts for parts in found.passing.values()]
+    assert any(on_the_way) is not stays
 
 
 def test_what_does_not_fit_is_said_with_numbers() -> None:
