@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -45,7 +46,11 @@ class Rounding:
 
         `first` is the number of the element at `start` in the parameter called `name`.
         """
-        for piece in self.pieces[segment]:
+        pieces = self.pieces[segment]
+        at = bisect.bisect_right(pieces, low, key=lambda piece: piece.start + piece.numel)
+        while at < len(pieces) and pieces[at].start < high:
+            piece = pieces[at]
+            at += 1
             start, stop = max(low, piece.start), min(high, piece.start + piece.numel)
             while start < stop:
                 first = piece.first + start - piece.start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 
 import numpy as np
@@ -163,6 +164,34 @@ def test_random_bits_do_not_depend_on_the_number_of_ranks() -> None:
     assert all(words[index].all() for words in found for index in words)
     for words in found[1:]:
         assert all(np.array_equal(words[index], found[0][index]) for index in words)
+
+
+class Counted(collections.abc.Sequence):
+    """Counts how often a piece is looked at."""
+
+    def __init__(self, pieces: list[NamedPiece]) -> None:
+        self.pieces, self.count = pieces, 0
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __getitem__(self, at: int) -> NamedPiece:
+        self.count += 1
+        return self.pieces[at]
+
+
+def test_few_parameters_are_looked_at_for_a_few_elements() -> None:
+    """A unit may have thousands of tiny ones, and each is asked for."""
+    pieces = Counted([NamedPiece(str(at), 0, 64 * at, 40) for at in range(5000)])
+    rounding = Rounding(1, 2, [pieces])
+    assert list(rounding.parts(0, 64 * 3000 + 10, 64 * 3002 + 20)) == [
+        (64 * 3000 + 10, 64 * 3000 + 40, "3000", 10),
+        (64 * 3001, 64 * 3001 + 40, "3001", 0),
+        (64 * 3002, 64 * 3002 + 20, "3002", 0),
+    ]
+    assert list(rounding.parts(0, 40, 64)) == []
+    assert list(rounding.parts(0, 64 * 5000, 64 * 5001)) == []
+    assert pieces.count < 100
 
 
 def test_one_call_never_crosses_two_to_the_32_elements() -> None:
