@@ -330,6 +330,16 @@ def test_what_is_rounded_together_is_rounded_independently() -> None:
             overlaps = "bf16 exp_avg" in (one[0], other[0]) and one[1] == other[1]
             if one != other and not overlaps:
                 assert abs(found[row, column]) < 6 / count**0.5, (one, other)
+    groups = words.reshape(-1, 8)
+    for apart, alike in ((1, 0), (2, 1), (3, 0), (4, 2), (5, 0), (6, 1), (7, 0)):
+        differ = groups[:, apart:] ^ groups[:, :-apart]
+        assert not (differ & np.uint32((1 << alike) - 1)).any()
+        shares = [((differ >> np.uint32(bit)) & np.uint32(1)).mean() for bit in range(alike, 32)]
+        assert max(abs(share - 0.5) for share in shares) < 0.01
+    rare = (groups & np.uint32(0xFF)) == 0xFF
+    found = np.corrcoef(rare.T)
+    np.fill_diagonal(found, 0.0)
+    assert np.abs(found).max() < 3 / 256 + 6 / len(groups) ** 0.5
     for field in fields_of(words).values():
         counts = np.histogram(field, 256, (0.0, 1.0))[0]
         expected = field.size / 256
