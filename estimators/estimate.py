@@ -13,7 +13,13 @@ from estimators.placement import in_play_bytes, minimum_host_bytes, plan_placeme
 from estimators.records import Section
 from estimators.segments import Tier
 from estimators.step_time import Moved, StepTime, Wear, moved, operations, step_time, wear
-from estimators.summary import START_EXCESS, MemoryPlan, StepTraffic
+from estimators.summary import (
+    COLLECTIVE_SCRATCH,
+    GRADIENT_SCRATCH,
+    START_EXCESS,
+    MemoryPlan,
+    StepTraffic,
+)
 
 CUDA_CONTEXT_BYTES = 600 << 20
 """What a process takes of a GPU before its first tensor: context, kernels, libraries."""
@@ -60,9 +66,13 @@ class Estimate:
         See `estimators/moments.py`.
         """
         found = self.activations or _NOTHING
-        if self._is_cuda:
-            return device_moments(self.memory, found, keeps_gradients=self.keeps_gradients)
-        return host_moments(self.memory, found, keeps_gradients=self.keeps_gradients)
+        moments_of = device_moments if self._is_cuda else host_moments
+        return moments_of(
+            self.memory,
+            found,
+            keeps_gradients=self.keeps_gradients,
+            accumulates=self.inputs.accumulation_steps > 1,
+        )
 
     @cached_property
     def moments(self) -> dict[str, int]:
@@ -83,11 +93,8 @@ class Estimate:
     def tensor_bytes(self) -> int:
         """Most bytes of tensors on the device: what torch calls allocated."""
         memory, resident = self.memory, self.moved.device_resident_bytes
-        if self.keeps_gradients:
+        if self.keeps_gradients or self._is_cuda:  # the moments have them
             resident -= memory.resident_section_bytes(Tier.DEVICE, Section.GRADIENT)
-        elif self._is_cuda:
-            segments = range(len(memory.request.segments))
-            resident -= sum(map(memory.kept_gradient_bytes, segments))
         workspace = CUDA_WORKSPACE_BYTES if self._is_cuda else 0
         return resident + workspace + max(self.moments.values())
 
@@ -122,7 +129,7 @@ class Estimate:
                 sizes[what] = max(size, sizes.get(what, 0))
         at_peak = self.passing[self.peak_moment]
         sizes |= at_peak
-        skipped = {START_EXCESS, *sizes}
+        skipped = {START_EXCESS, GRADIENT_SCRATCH, COLLECTIVE_SCRATCH, *sizes}
         lines = [
             Line(row.tier, row.what, row.size_bytes)
             for row in self.memory.rows()

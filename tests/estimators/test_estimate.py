@@ -24,6 +24,7 @@ from estimators.fit import with_layers
 from estimators.hardware import bandwidths_of, parse_gpu
 from estimators.inputs import DeviceKind, Node, PlanInputs, placement_request
 from estimators.models import ModelShape, model_of_config, preset
+from estimators.moments import GRADIENTS
 from estimators.step_time import operations
 from estimators.summary import GRADIENT_SCRATCH
 from tests.support.transformers_models import VARIATIONS
@@ -178,14 +179,15 @@ def test_lines_of_a_tier_add_up_to_what_it_holds_at_its_peak() -> None:
         nvme_bytes=10**12,
         bandwidths=bandwidths_of(gpu),
     )
-    for checkpointing in (False, True):
-        for tiers in TIERS[1:]:
+    for checkpointing, accumulation in ((False, 1), (True, 1), (True, 4)):
+        for tiers in TIERS:
             batch = Batch(2, 1024, checkpointing=checkpointing)
             found = estimate(
                 PlanInputs(
                     preset("llama-3.2-3b"),
                     node,
                     batch,
+                    accumulation,
                     parameter_tier=tiers[0],
                     optimizer_tier=tiers[1],
                 )
@@ -210,22 +212,33 @@ def test_on_the_cpu_the_device_is_host_memory() -> None:
     }
 
 
+@pytest.mark.parametrize("device", DeviceKind)
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"gradient_element": ElementType.FP32}, {"gpus": 2, "stage": 2}],
-    ids=["autograd's own", "another type", "two ranks"],
+    [
+        {},
+        {"accumulation_steps": 2},
+        {"gradient_element": ElementType.FP32},
+        {"gpus": 2, "stage": 2},
+    ],
+    ids=["autograd's own", "of earlier micro-batches", "another type", "two ranks"],
 )
-def test_gradients_with_shards_of_their_own_are_there_at_every_moment(changes: Any) -> None:
-    found = estimate(make("mistral", (Tier.DEVICE, Tier.DEVICE), **changes))
+def test_gradients_are_there_at_the_loss_unless_autograd_is_yet_to_make_them(
+    changes: dict[str, Any], device: DeviceKind
+) -> None:
+    inputs = make("mistral", (Tier.DEVICE, Tier.DEVICE), **changes)
+    found = estimate(replace(inputs, node=replace(inputs.node, device=device)))
     gradients = found.memory.resident_section_bytes(Tier.DEVICE, Section.GRADIENT)
-    resident, moments = found.moved.device_resident_bytes, found.moments
-    assert 0 < gradients < resident
-    stays = not changes
+    others = found.moved.device_resident_bytes - gradients
+    passing = {what for parts in found.passing.values() for what in parts}
+    stays = "gradient_element" not in changes and "gpus" not in changes
     assert found.keeps_gradients is stays
-    always = found.tensor_bytes - max(moments.values()) - CUDA_WORKSPACE_BYTES
-    assert always == resident - (gradients if stays else 0)
-    on_the_way = [GRADIENT_SCRATCH in parts for parts in found.passing.values()]
-    assert any(on_the_way) is not stays
+    assert (GRADIENT_SCRATCH in passing) is not stays
+    workspace = CUDA_WORKSPACE_BYTES if device is DeviceKind.CUDA else 0
+    always = found.tensor_bytes - max(found.moments.values()) - workspace
+    assert gradients > 0
+    at_the_loss = found.passing["loss"].get(GRADIENTS, 0)
+    assert always + at_the_loss == others + (gradients if changes else 0)
 
 
 def test_what_does_not_fit_is_said_with_numbers() -> None:
