@@ -120,6 +120,7 @@ class UpdatePass:
     ) -> None:
         """Update parameters and state of a sub-group on the host, in place, from gradients."""
         parameter, state = operands
+        pieces = pieces_in(group, pieces)
         gradients = [gradient for _, gradient in pieces]
         for part in self.parts_of(group, [(start, len(each)) for start, each in pieces]):
             update_sub_group(
@@ -130,6 +131,16 @@ class UpdatePass:
                 self.scalars_of(group),
                 part.key,
             )
+
+
+def pieces_in(group: SubGroup, pieces: GradientPieces) -> GradientPieces:
+    """Return those pieces of a shard, which are in order, that have elements of a sub-group.
+
+    A segment may have thousands, and hundreds of sub-groups.
+    """
+    first = bisect.bisect_right(pieces, group.start, key=lambda piece: piece[0] + len(piece[1]))
+    last = bisect.bisect_left(pieces, group.stop, key=lambda piece: piece[0])
+    return pieces[first:last]
 
 
 def _places(
