@@ -13,7 +13,13 @@ from estimators.placement import in_play_bytes, minimum_host_bytes, plan_placeme
 from estimators.records import Section
 from estimators.segments import Tier
 from estimators.step_time import Moved, StepTime, Wear, moved, operations, step_time, wear
-from estimators.summary import START_EXCESS, MemoryPlan, StepTraffic
+from estimators.summary import (
+    COLLECTIVE_SCRATCH,
+    GRADIENT_SCRATCH,
+    START_EXCESS,
+    MemoryPlan,
+    StepTraffic,
+)
 from estimators.update_share import fit_sharing
 
 CUDA_CONTEXT_BYTES = 600 << 20
@@ -61,9 +67,13 @@ class Estimate:
         See `estimators/moments.py`.
         """
         found = self.activations or _NOTHING
-        if self._is_cuda:
-            return device_moments(self.memory, found, keeps_gradients=self.keeps_gradients)
-        return host_moments(self.memory, found, keeps_gradients=self.keeps_gradients)
+        moments_of = device_moments if self._is_cuda else host_moments
+        return moments_of(
+            self.memory,
+            found,
+            keeps_gradients=self.keeps_gradients,
+            accumulates=self.inputs.accumulation_steps > 1,
+        )
 
     @cached_property
     def moments(self) -> dict[str, int]:
@@ -72,13 +82,8 @@ class Estimate:
 
     @cached_property
     def keeps_gradients(self) -> bool:
-        """Whether gradients stay the tensors that autograd made: see `zero/kept.py`."""
-        memory = self.memory
-        return memory.request.trains and all(
-            memory.is_in_place(index)
-            and memory.segment_tier(index, Section.GRADIENT) is Tier.DEVICE
-            for index in range(len(memory.request.segments))
-        )
+        """Whether all gradients stay the tensors that autograd made: see `zero/kept.py`."""
+        return all(map(self.memory.keeps_gradients, range(len(self.memory.request.segments))))
 
     @property
     def peak_moment(self) -> str:
@@ -89,11 +94,8 @@ class Estimate:
     def tensor_bytes(self) -> int:
         """Most bytes of tensors on the device: what torch calls allocated."""
         memory, resident = self.memory, self.moved.device_resident_bytes
-        if self.keeps_gradients:
+        if self.keeps_gradients or self._is_cuda:  # the moments have them
             resident -= memory.resident_section_bytes(Tier.DEVICE, Section.GRADIENT)
-        elif self._is_cuda:
-            segments = range(len(memory.request.segments))
-            resident -= sum(map(memory.kept_gradient_bytes, segments))
         workspace = CUDA_WORKSPACE_BYTES if self._is_cuda else 0
         return resident + workspace + max(self.moments.values())
 
@@ -128,7 +130,7 @@ class Estimate:
                 sizes[what] = max(size, sizes.get(what, 0))
         at_peak = self.passing[self.peak_moment]
         sizes |= at_peak
-        skipped = {START_EXCESS, *sizes}
+        skipped = {START_EXCESS, GRADIENT_SCRATCH, COLLECTIVE_SCRATCH, *sizes}
         lines = [
             Line(row.tier, row.what, row.size_bytes)
             for row in self.memory.rows()

@@ -50,13 +50,30 @@ Moments = dict[str, dict[str, int]]
 """Bytes by what they are, at each moment."""
 
 
-def device_moments(memory: MemoryPlan, found: Activations, *, keeps_gradients: bool) -> Moments:
+def device_moments(
+    memory: MemoryPlan, found: Activations, *, keeps_gradients: bool, accumulates: bool
+) -> Moments:
     """Return the moments of a GPU: see [Note: moments of a backward].
 
     Gradients that autograd made and nothing copies are there at the end of the backward only, those
     of the root unit (the head) from its start. Where only some stay so (`keeps_gradients` tells of
-    all), they are counted from the backward of the first block on.
+    all), they are counted from the backward of the first block on. A window of several
+    micro-batches (`accumulates`) has those of the first at every moment.
     """
+    moments = _device_moments(memory, found, keeps_gradients=keeps_gradients)
+    resident = memory.resident_section_bytes(Tier.DEVICE, Section.GRADIENT)
+    kept = sum(map(memory.kept_gradient_bytes, range(len(memory.request.segments))))
+    for parts in moments.values():
+        if accumulates:
+            parts.pop(ROOT_GRADIENTS, None)
+            parts[GRADIENTS] = resident
+        else:
+            parts[GRADIENTS] = parts.get(GRADIENTS, 0) + resident - kept
+    return moments
+
+
+def _device_moments(memory: MemoryPlan, found: Activations, *, keeps_gradients: bool) -> Moments:
+    """Return the moments of the first micro-batch, with the gradients that autograd made alone."""
     left = found.kept_bytes - found.logits_bytes
     work = {RECOMPUTED: found.recomputed_bytes, TIED: found.tied_bytes}
     work[WORKING] = found.working_bytes
@@ -97,8 +114,13 @@ def _scratch(memory: MemoryPlan, others: int) -> dict[str, int]:
     return {GRADIENT_SCRATCH: memory.gradient_bytes(others), COLLECTIVE_SCRATCH: collective}
 
 
-def host_moments(memory: MemoryPlan, found: Activations, *, keeps_gradients: bool) -> Moments:
-    """Return the moments of a CPU run: see [Note: heap slack]."""
+def host_moments(
+    memory: MemoryPlan, found: Activations, *, keeps_gradients: bool, accumulates: bool
+) -> Moments:
+    """Return the moments of a CPU run: see [Note: heap slack].
+
+    Gradients that autograd made (`keeps_gradients`) are there at the loss if others were before.
+    """
     live = {LIVE_PARAMETERS: memory.live_parameter_bytes}
     kept = {KEPT: found.kept_bytes}
     block = {RECOMPUTED: found.recomputed_bytes}
@@ -107,9 +129,10 @@ def host_moments(memory: MemoryPlan, found: Activations, *, keeps_gradients: boo
     scratch[COLLECTIVE_SCRATCH] = memory.collective_scratch_bytes
     if keeps_gradients:
         scratch = {GRADIENTS: memory.resident_section_bytes(Tier.DEVICE, Section.GRADIENT)}
+    earlier = scratch if keeps_gradients and accumulates else {}
     moments = {
         "start": {START: memory.request.start_bytes},
-        "loss": {**live, **kept, LOSS: found.loss_bytes},
+        "loss": {**live, **kept, LOSS: found.loss_bytes, **earlier},
         "backward": {**live, **kept, **block, **scratch},
     }
     for parts in moments.values():

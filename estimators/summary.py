@@ -213,14 +213,13 @@ class MemoryPlan(DurableBytes, UnshardedBytes):
         """
         return self.live_bytes(2, with_ahead=True)
 
-    def kept_gradient_bytes(self, segment: int) -> int:
-        """Return the bytes of a segment's gradients if they stay the tensors that autograd made.
+    def keeps_gradients(self, segment: int) -> bool:
+        """Tell whether a segment's gradients stay the tensors that autograd made.
 
-        Those are there from its backward on until the update, and otherwise 0 is returned; see
-        `zero/kept.py`.
+        Those are there from its backward on until the update, see `zero/kept.py`.
         """
         request, spec = self.request, self.request.segments[segment]
-        stays = (
+        return (
             request.trains
             and spec.trainable
             and spec.gradient is spec.element
@@ -229,7 +228,12 @@ class MemoryPlan(DurableBytes, UnshardedBytes):
             and self.is_in_place(segment)
             and self.segment_tier(segment, Section.GRADIENT) is Tier.DEVICE
         )
-        return self.resident_segment_bytes(Tier.DEVICE, Section.GRADIENT, segment) if stays else 0
+
+    def kept_gradient_bytes(self, segment: int) -> int:
+        """Return the bytes of a segment's gradients if they stay as autograd made them, else 0."""
+        if not self.keeps_gradients(segment):
+            return 0
+        return self.resident_segment_bytes(Tier.DEVICE, Section.GRADIENT, segment)
 
     @cached_property
     def gradient_scratch_bytes(self) -> int:

@@ -18,12 +18,15 @@ exactly). Values set by a user are rounded to nearest.
 [Note: random bits] They are a function of a key and the element's number in its parameter, in
 32-bit arithmetic. Eight elements, from a multiple of 8 on, share two mixed words, `x` of
 `number >> 3` and the key, and `y` of `x`; the word of an element is `x * FACTORS[number & 7] + y`.
-Any two of the eight words are as good as independent, because no two factors are equal modulo 8.
-The key is a hash of seed, step and the parameter's name. So a replay, on any number of ranks,
-gives the same bits. `bf16` rounds exp_avg with the lower 16 bits of the word and exp_avg_sq with
-the upper. `compact` rounds the master with bits 0 to 7, exp_avg with bits 0 to 19, and exp_avg_sq
-with bits 13 to 31: bits that two of them share are the lowest of one, where they decide one
-rounding in 4,096.
+Any two of the eight words are as good as independent, because no two factors are equal modulo 8,
+but for the lowest bits: two of them are alike in elements 4 apart, one in those 2 or 6 apart. So
+roundings of two masters 4 apart, each once in 256 times, are correlated by 1 %, more likely ones by
+less. Three words are not independent: the lowest 8 bits of all eight depend on those of `x` and `y`
+alone. The key is a hash of seed, step and the parameter's name. So a replay, on any number of
+ranks, gives the same bits. `bf16` rounds exp_avg with the lower 16 bits of the word and exp_avg_sq
+with the upper. `compact` rounds the master with bits 0 to 7, exp_avg with bits 0 to 19, and
+exp_avg_sq with bits 13 to 31: bits that two of them share are the lowest of one, where they decide
+one rounding in 4,096.
 """
 
 from __future__ import annotations

@@ -109,7 +109,8 @@ def decode_stored(field: StateField, values: torch.Tensor, bases: Array | None) 
 def put_moment(state: StateArrays, field: StateField, first: int, values: Array) -> None:
     """Set elements of a moment of a record on the host from fp32 values, rounded to nearest.
 
-    What was read and is put back stays the same, also the other elements of a block.
+    What was read and is put back stays the same, also the other elements of a block. Those at its
+    least, as padding is, stay at the least: else padding would keep the base from going down.
     """
     stored = state.get(field)
     inside = slice(first, first + values.size)
@@ -118,7 +119,7 @@ def put_moment(state: StateArrays, field: StateField, first: int, values: Array)
     elif stored.dtype == np.uint16:
         stored[inside] = to_bf16(np.ascontiguousarray(values))
     else:
-        whole = moment_values(state, field)
+        whole = np.where(stored != 0, moment_values(state, field), np.float32(0))
         whole[inside] = values
         encode = encode_signed if field is StateField.EXP_AVG else encode_unsigned
         bases = state.exp_avg_base if field is StateField.EXP_AVG else state.exp_avg_sq_base

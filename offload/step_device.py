@@ -24,7 +24,7 @@ from offload.kernels_device import PartsAndGradients
 from offload.slots import Slot
 from offload.state import kernel_scalars, state_tensors
 from offload.update_parts import GroupParts
-from offload.update_pass import UpdatePass
+from offload.update_pass import UpdatePass, pieces_in
 
 _CHANGED = (Section.PARAMETER, Section.STATE)
 _PREPARED_COUNT = 32
@@ -128,6 +128,7 @@ class StreamedUpdate:
             if pieces is None:
                 wanted.append((self._pass.parts_of(group, [(group.start, group.numel)]), None))
             else:
+                pieces = pieces_in(group, pieces)
                 spans = [(start, len(each)) for start, each in pieces]
                 parts = self._pass.parts_of(group, spans)
                 wanted.append((parts, [each for _, each in pieces]))
@@ -203,7 +204,7 @@ class StreamedUpdate:
         if pieces is None:
             gradient = elements_at(staged.memory[Section.GRADIENT], spec.gradient, group.numel)
             pieces = [(group.start, gradient)]
-        gradients = [each for _, each in pieces]
+        gradients = [each for _, each in pieces_in(group, pieces)]
         scalars = kernel_scalars(self._pass.scalars_of(group))
         prepared = self._prepared(group)
         store.device_kernels.update_parts(parameter, gradients, state, scalars, prepared)

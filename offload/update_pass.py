@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -45,7 +46,11 @@ class Rounding:
 
         `first` is the number of the element at `start` in the parameter called `name`.
         """
-        for piece in self.pieces[segment]:
+        pieces = self.pieces[segment]
+        at = bisect.bisect_right(pieces, low, key=lambda piece: piece.start + piece.numel)
+        while at < len(pieces) and pieces[at].start < high:
+            piece = pieces[at]
+            at += 1
             start, stop = max(low, piece.start), min(high, piece.start + piece.numel)
             while start < stop:
                 first = piece.first + start - piece.start
@@ -115,6 +120,7 @@ class UpdatePass:
     ) -> None:
         """Update parameters and state of a sub-group on the host, in place, from gradients."""
         parameter, state = operands
+        pieces = pieces_in(group, pieces)
         gradients = [gradient for _, gradient in pieces]
         for part in self.parts_of(group, [(start, len(each)) for start, each in pieces]):
             update_sub_group(
@@ -125,6 +131,16 @@ class UpdatePass:
                 self.scalars_of(group),
                 part.key,
             )
+
+
+def pieces_in(group: SubGroup, pieces: GradientPieces) -> GradientPieces:
+    """Return those pieces of a shard, which are in order, that have elements of a sub-group.
+
+    A segment may have thousands, and hundreds of sub-groups.
+    """
+    first = bisect.bisect_right(pieces, group.start, key=lambda piece: piece[0] + len(piece[1]))
+    last = bisect.bisect_left(pieces, group.stop, key=lambda piece: piece[0])
+    return pieces[first:last]
 
 
 def _places(

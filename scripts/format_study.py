@@ -133,8 +133,11 @@ def outcomes(text: Text, options: argparse.Namespace) -> Iterator[dict[str, obje
     context = multiprocessing.get_context("spawn")  # a device does not survive a fork
     with ProcessPoolExecutor(options.at_once, mp_context=context) as pool:
         futures = [pool.submit(run_one, name, seed, text, options) for name, seed in wanted]
-        for future in as_completed(futures):
-            yield future.result()
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)  # those behind one that failed are not begun
 
 
 def study(options: argparse.Namespace, console: Console) -> dict[str, object]:
@@ -148,11 +151,9 @@ def study(options: argparse.Namespace, console: Console) -> dict[str, object]:
             f" {run['seconds']:.1f} s"
         )
         if options.json is not None:
-            options.json.write_text(json.dumps({"runs": runs}), encoding="utf-8")
-    results = describe(runs, text, options)
-    if options.json is not None:
-        options.json.write_text(json.dumps(results), encoding="utf-8")
-    return results
+            results = describe(runs, text, options)
+            options.json.write_text(json.dumps(results), encoding="utf-8")
+    return describe(runs, text, options)
 
 
 def describe(
@@ -170,9 +171,12 @@ def describe(
 
 
 def compare(runs: list[dict[str, object]], formats: list[str]) -> list[dict[str, object]]:
-    """Pair the runs of each format with those of the first by seed."""
+    """Pair the runs of each format with those of the first by seed, where a seed has them all."""
     means = {(run["format"], run["seed"]): float(str(run["last_mean"])) for run in runs}
     seeds = sorted({int(str(run["seed"])) for run in runs})
+    seeds = [seed for seed in seeds if all((name, seed) in means for name in formats)]
+    if not seeds:
+        return []
     first = formats[0]
     rows: list[dict[str, object]] = []
     for name in formats:

@@ -47,7 +47,8 @@ def begin_audit(segments: Sequence[Segment], device: Device) -> Callable[[], Non
 def norm_and_audit(runtime: Runtime, reducer: GradientReducer) -> float:
     """Return the norm of the gradients, and see to what was written in place, before an update.
 
-    All of it is issued before the host waits, which it does once: the norm is fetched last.
+    All of it is issued before the host waits, which it does once: the norm is fetched last. The
+    segments are told last: a step that is refused must not leave them answers that grow old.
 
     Raises:
         RuntimeError: naming the parameters whose change is lost.
@@ -57,6 +58,6 @@ def norm_and_audit(runtime: Runtime, reducer: GradientReducer) -> float:
     finish_audit = begin_audit(runtime.segments, device)
     finish_comparison = begin_late_comparison(runtime.segments, device)
     norm = finish_norm()
-    finish_audit()
     finish_comparison()
+    finish_audit()
     return norm

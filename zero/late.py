@@ -53,13 +53,13 @@ def begin_late_comparison(segments: Sequence[Segment], device: Device) -> Callab
     found = [(each, flags) for each, flags in waiting if flags is not None]
     if not found:
         return lambda: None
-    for segment, _ in found:
-        segment.late_differences = None
     fetched = device.fetch(torch.cat([flags for _, flags in found]))
     names = [member.name for segment, _ in found for member in segment.members]
 
     def finish() -> None:
         written = fetched().tolist()
+        for segment, _ in found:
+            segment.late_differences = None
         lost = [name for name, is_written in zip(names, written, strict=True) if is_written]
         if lost:
             raise RuntimeError(

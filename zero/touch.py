@@ -264,7 +264,8 @@ def _set_gradient(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -
         return
     source.communicator.join(f"setting the gradient of {source.name}")
     with torch.no_grad():
-        source.write(value.to(source.dtype(Field.GRADIENT), copy=True), Field.GRADIENT)
+        dense = value if value.layout is torch.strided else value.to_dense()
+        source.write(dense.to(source.dtype(Field.GRADIENT), copy=True), Field.GRADIENT)
 
 
 def _get_requires_gradient(_func: Callable[..., Any], args: Arguments, _kwargs: Keywords) -> Any:

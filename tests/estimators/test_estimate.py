@@ -19,12 +19,14 @@ from estimators import (
     shard_bounds,
 )
 from estimators.activations import Batch
-from estimators.estimate import Estimate, estimate
+from estimators.estimate import CUDA_WORKSPACE_BYTES, Estimate, estimate
 from estimators.fit import with_layers
 from estimators.hardware import bandwidths_of, parse_gpu
 from estimators.inputs import DeviceKind, Node, PlanInputs, placement_request
 from estimators.models import ModelShape, model_of_config, preset
+from estimators.moments import GRADIENTS
 from estimators.step_time import operations
+from estimators.summary import GRADIENT_SCRATCH
 from tests.support.transformers_models import VARIATIONS
 
 TIERS = [
@@ -177,14 +179,15 @@ def test_lines_of_a_tier_add_up_to_what_it_holds_at_its_peak() -> None:
         nvme_bytes=10**12,
         bandwidths=bandwidths_of(gpu),
     )
-    for checkpointing in (False, True):
-        for tiers in TIERS[1:]:
+    for checkpointing, accumulation in ((False, 1), (True, 1), (True, 4)):
+        for tiers in TIERS:
             batch = Batch(2, 1024, checkpointing=checkpointing)
             found = estimate(
                 PlanInputs(
                     preset("llama-3.2-3b"),
                     node,
                     batch,
+                    accumulation,
                     parameter_tier=tiers[0],
                     optimizer_tier=tiers[1],
                 )
@@ -207,6 +210,35 @@ def test_on_the_cpu_the_device_is_host_memory() -> None:
         "CUDA context",
         "allocator slack (5%)",
     }
+
+
+@pytest.mark.parametrize("device", DeviceKind)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"accumulation_steps": 2},
+        {"gradient_element": ElementType.FP32},
+        {"gpus": 2, "stage": 2},
+    ],
+    ids=["autograd's own", "of earlier micro-batches", "another type", "two ranks"],
+)
+def test_gradients_are_there_at_the_loss_unless_autograd_is_yet_to_make_them(
+    changes: dict[str, Any], device: DeviceKind
+) -> None:
+    inputs = make("mistral", (Tier.DEVICE, Tier.DEVICE), **changes)
+    found = estimate(replace(inputs, node=replace(inputs.node, device=device)))
+    gradients = found.memory.resident_section_bytes(Tier.DEVICE, Section.GRADIENT)
+    others = found.moved.device_resident_bytes - gradients
+    passing = {what for parts in found.passing.values() for what in parts}
+    stays = "gradient_element" not in changes and "gpus" not in changes
+    assert found.keeps_gradients is stays
+    assert (GRADIENT_SCRATCH in passing) is not stays
+    workspace = CUDA_WORKSPACE_BYTES if device is DeviceKind.CUDA else 0
+    always = found.tensor_bytes - max(found.moments.values()) - workspace
+    assert gradients > 0
+    at_the_loss = found.passing["loss"].get(GRADIENTS, 0)
+    assert always + at_the_loss == others + (gradients if changes else 0)
 
 
 def test_what_does_not_fit_is_said_with_numbers() -> None:

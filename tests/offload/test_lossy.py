@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 
 import numpy as np
@@ -165,6 +166,34 @@ def test_random_bits_do_not_depend_on_the_number_of_ranks() -> None:
         assert all(np.array_equal(words[index], found[0][index]) for index in words)
 
 
+class Counted(collections.abc.Sequence):
+    """Counts how often a piece is looked at."""
+
+    def __init__(self, pieces: list[NamedPiece]) -> None:
+        self.pieces, self.count = pieces, 0
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __getitem__(self, at: int) -> NamedPiece:
+        self.count += 1
+        return self.pieces[at]
+
+
+def test_few_parameters_are_looked_at_for_a_few_elements() -> None:
+    """A unit may have thousands of tiny ones, and each is asked for."""
+    pieces = Counted([NamedPiece(str(at), 0, 64 * at, 40) for at in range(5000)])
+    rounding = Rounding(1, 2, [pieces])
+    assert list(rounding.parts(0, 64 * 3000 + 10, 64 * 3002 + 20)) == [
+        (64 * 3000 + 10, 64 * 3000 + 40, "3000", 10),
+        (64 * 3001, 64 * 3001 + 40, "3001", 0),
+        (64 * 3002, 64 * 3002 + 20, "3002", 0),
+    ]
+    assert list(rounding.parts(0, 40, 64)) == []
+    assert list(rounding.parts(0, 64 * 5000, 64 * 5001)) == []
+    assert pieces.count < 100
+
+
 def test_one_call_never_crosses_two_to_the_32_elements() -> None:
     edge = (1 << 32) - 64
     rounding = Rounding(1, 2, [[NamedPiece("huge", edge, 0, 128)]])
@@ -301,6 +330,16 @@ def test_what_is_rounded_together_is_rounded_independently() -> None:
             overlaps = "bf16 exp_avg" in (one[0], other[0]) and one[1] == other[1]
             if one != other and not overlaps:
                 assert abs(found[row, column]) < 6 / count**0.5, (one, other)
+    groups = words.reshape(-1, 8)
+    for apart, alike in ((1, 0), (2, 1), (3, 0), (4, 2), (5, 0), (6, 1), (7, 0)):
+        differ = groups[:, apart:] ^ groups[:, :-apart]
+        assert not (differ & np.uint32((1 << alike) - 1)).any()
+        shares = [((differ >> np.uint32(bit)) & np.uint32(1)).mean() for bit in range(alike, 32)]
+        assert max(abs(share - 0.5) for share in shares) < 0.01
+    rare = (groups & np.uint32(0xFF)) == 0xFF
+    found = np.corrcoef(rare.T)
+    np.fill_diagonal(found, 0.0)
+    assert np.abs(found).max() < 3 / 256 + 6 / len(groups) ** 0.5
     for field in fields_of(words).values():
         counts = np.histogram(field, 256, (0.0, 1.0))[0]
         expected = field.size / 256

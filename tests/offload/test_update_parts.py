@@ -11,7 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from estimators import CODE_BLOCK_NUMEL, ElementType, StateFormat, UpdateRule, record_fields
+import zero
+import zero.planning
+from estimators import (
+    CODE_BLOCK_NUMEL,
+    ElementType,
+    StateFormat,
+    SubGroup,
+    UpdateRule,
+    record_fields,
+)
 from offload import StateArrays
 from offload.arrays import numpy_dtype
 from offload.codes import RoundingKey
@@ -19,9 +28,13 @@ from offload.kernels_device import add_block_sums, block_count, load_device_kern
 from offload.launches import alike, prepare_launches
 from offload.rules import AdamWScalars, LionScalars
 from offload.update_parts import GroupParts, UpdatePart
+from offload.update_pass import pieces_in
+from tests.support.configs import make_config
 from tests.support.device_kernels import to_array, to_tensor
 from tests.support.kernels import assert_same_bits, make_kernels, ordinary
 from tests.support.reference import round_to_bf16
+from tests.support.simulated_device import SimulatedDevice
+from tests.support.tiny import make_batch, make_model
 
 COMMON = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.1, "grad_scale": 0.5}
 SCALARS = {
@@ -226,3 +239,41 @@ def test_wrong_operands_of_parts_are_refused_before_anything_is_written() -> Non
         with pytest.raises((TypeError, ValueError), match=message):
             kernels.update_parts(param, grads, state, scalars, prepared)
     assert not param.any()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=12),
+    st.integers(0, 90),
+    st.integers(1, 40),
+)
+def test_a_sub_group_is_given_the_gradients_that_it_has_elements_of(sizes, start, numel) -> None:
+    pieces, end = [], 0
+    for gap, size in sizes:
+        pieces.append((end + gap, torch.zeros(size)))
+        end += gap + size
+    group = SubGroup(0, 0, start, start + numel, (), None)
+    expected = [at for at, each in pieces if at < group.stop and at + len(each) > group.start]
+    assert [at for at, _ in pieces_in(group, pieces)] == expected
+
+
+def test_an_update_goes_through_each_gradient_about_once(monkeypatch) -> None:
+    """However many sub-groups a unit has."""
+    monkeypatch.setattr(zero.planning, "open_device", lambda _: SimulatedDevice(1))
+    config = make_config(host_memory="1GB", dtype="bf16", sub_group_size=256)
+    config["tiers"]["update_device"] = "device"
+    model = make_model(dtype=torch.bfloat16, extra=(40,) * 200)
+    engine, _, _, _ = zero.initialize(model=model, config=config)
+    store, given_ = engine._runtime.store, []
+    prepare = store.device_kernels.prepare
+
+    def record(groups, device):
+        given_.extend(len(grads) for _, grads in groups if grads is not None)
+        return prepare(groups, device)
+
+    monkeypatch.setattr(store.device_kernels, "prepare", record, raising=True)
+    engine.backward(engine(*make_batch(0)))
+    engine.step()
+    count = sum(1 for _ in model.parameters())
+    assert len(given_) > 50
+    assert sum(given_) <= count + len(given_)
+    engine.destroy()

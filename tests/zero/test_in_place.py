@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 import zero
+import zero.planning
 from tests.support.configs import make_config
 from tests.support.launch import ROOT, worker_environment
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.tiny import make_batch, make_model
 
 
@@ -238,4 +240,20 @@ def test_a_gradient_put_where_gradients_rest_elsewhere_is_refused(scratch: Path,
     moment = zero.safe_get_full_optimizer_state(weight, "exp_avg")
     assert moment is not None
     assert torch.allclose(moment, torch.full_like(moment, moment[0].item()))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu"])
+def test_a_sparse_gradient_can_be_set(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero.planning, "open_device", lambda _: SimulatedDevice(1))
+    config = make_config(parameters=tier, optimizer=tier, host_memory="1GB")
+    engine, _, _, _ = zero.initialize(model=make_model(), config=config)
+    engine.backward(engine(*make_batch(0)))
+    weight = engine.module.blocks[0].up.weight
+    wanted = torch.eye(*weight.shape)
+    weight.grad = wanted.to_sparse()
+    found = zero.safe_get_full_grad(weight)
+    assert found is not None
+    assert torch.equal(found.to_dense(), wanted)
+    engine.step()
     engine.destroy()

@@ -468,3 +468,28 @@ def test_the_host_waits_once_a_step(made: list[SimulatedDevice], tiers: tuple[st
         waits.append(made[-1].wait_count - before)
     assert waits == [1, 1, 1]
     engine.destroy()
+
+
+def test_a_step_that_is_refused_leaves_no_answers_of_its_audit(made: list[SimulatedDevice]) -> None:
+    config = make_config(parameters="cpu", optimizer="cpu", host_memory="1GB", dtype="bf16")
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 40
+    engine, _, _, _ = zero.initialize(model=make_model(dtype=torch.bfloat16), config=config)
+    block = engine.module.blocks[0]
+    engine.backward(engine(*make_batch(0)))
+    engine.step()
+
+    def write(layer: torch.nn.Linear, _: object) -> None:
+        layer.weight.data.mul_(2)
+
+    with block.up.register_forward_pre_hook(write):
+        loss = engine(*make_batch(1))
+    engine.backward(loss)
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.weight were changed .* is lost"):
+        engine.step()
+    assert any(segment.is_in_place for segment in _segments(engine))
+    block.norm1.weight.data.mul_(3)  # shown by checksums alone
+    masters = zero.safe_get_full_fp32_param(block.norm1.weight)
+    assert masters is not None
+    assert torch.equal(masters, block.norm1.weight.detach().float())
+    assert made[-1].copied_bytes["out"] > 0
+    engine.destroy()

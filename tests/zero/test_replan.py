@@ -294,3 +294,20 @@ def test_rules_of_one_moment_keep_it(config: dict[str, Any], scratch: Path, opti
     assert torch.equal(state(frozen), before)
     assert torch.equal(state(other), kept)
     engine.destroy()
+
+
+def test_a_checkpoint_is_saved_right_after_data_of_another_shape_was_set(scratch: Path) -> None:
+    config = make_config(host_memory="1GB")
+    engine, _, _, _ = zero.initialize(model=make_model(extra=(33,)), config=config)
+    train(engine, 0)
+    parameter = engine.module.extra[0]
+    expected = torch.cat([parameter.detach(), torch.full((17,), 0.5)])
+    parameter.data = expected.clone()
+    engine.save_checkpoint(scratch / "ck", tag="grown")
+    assert torch.equal(parameter, expected)
+    train(engine, 1)
+    assert not torch.equal(parameter, expected)
+    engine.load_checkpoint(scratch / "ck", tag="grown")
+    assert torch.equal(parameter, expected)
+    train(engine, 1)
+    engine.destroy()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zero
 from estimators import ElementType, StateFormat, UpdateRule, record_layout
@@ -140,6 +141,21 @@ def test_the_seed_decides_the_bits() -> None:
         engine.destroy()
     assert torch.equal(digests[0], digests[1])
     assert not torch.equal(digests[0], digests[2])
+
+
+def test_padding_keeps_nothing_of_values_that_were_set_before() -> None:
+    """The last block of a parameter has elements that nobody sets."""
+    config = make_config(dtype="bf16", host_memory="1GB", state_format="compact")
+    model = nn.Sequential(nn.Linear(11, 3, bias=False)).to(torch.bfloat16)
+    engine, _, _, _ = zero.initialize(model=model, config=config)
+    weight = model[0].weight
+    for name in ("exp_avg", "exp_avg_sq"):
+        for value in (1e38, 0.0, 1e38, 1e-25):
+            zero.safe_set_full_optimizer_state(weight, torch.full((3, 11), value), name)
+            found = zero.safe_get_full_optimizer_state(weight, name)
+            assert found is not None
+            assert torch.allclose(found, torch.full((3, 11), value), rtol=1 / 16, atol=0.0)
+    engine.destroy()
 
 
 def test_a_moment_that_the_optimizer_does_not_keep_is_absent() -> None:

@@ -463,6 +463,7 @@ def come_to_rest(engine: ZeroEngine) -> None:
         )
     adopt_replaced(engine._slots)
     engine._adopt_shapes()
+    runtime = engine._runtime  # another one if a parameter was given data of another shape
     for segment in runtime.segments:
         segment.commit(runtime.store)
     if runtime.reducer is not None:

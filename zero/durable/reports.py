@@ -53,6 +53,6 @@ def other_plan(then_bytes: int, now_bytes: int) -> str:
     return (
         f"it was planned {planned if then_bytes != now_bytes else ''}with another optimizer, other"
         " types, parameter groups, frozen parameters, offload devices, sub_group_size or"
-        f" state_format; set {budget} as it was. To go on with what is given now, start it once"
-        f" more as it was, {BY_CHECKPOINT}"
+        f" state_format, or by another version; set {budget} as it was. To go on with what is"
+        f" given now, start it once more as it was, {BY_CHECKPOINT}"
     )
