@@ -1,7 +1,7 @@
 """Whole training steps on one GPU: one row of the table a call, ours.
 
     gpu_bench.py --row host-exact --out results        measures a row and writes results/ROW.json
-    gpu_bench.py --merge results                       prints the table of all rows there
+    gpu_bench.py --merge results --report rows.png     prints the table of all rows and draws it
 
 A row names where optimizer state (and parameters) may rest and how much host memory there is. The
 model is Llama-shaped with 1.364 B parameters, batch 4 x 1024 tokens, bf16, clipping at 1.0; with
@@ -33,6 +33,8 @@ import torch.distributed as dist
 # With PYTHONSAFEPATH set, Python does not look for modules beside the script by itself.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import charts
+import gpu_chart
 import gpu_drive
 from gpu_model import Built, build_llama, build_transformers
 from gpu_process import MemoryWatch, mappings
@@ -222,7 +224,8 @@ def parse() -> argparse.Namespace:
     """Return what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--row", choices=ROWS)
-    parser.add_argument("--merge", type=Path)
+    parser.add_argument("--merge", type=Path, help="a folder of rows: prints their table")
+    parser.add_argument("--report", type=Path, help="with --merge: their chart, .png or .html")
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--nvme", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--peer", type=Path, help="what the peer took (JSON): sets the budgets")
@@ -241,6 +244,9 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.merge is None and options.row is None:
         parser.error("name a row with --row, or a folder with --merge")
+    if options.report is not None and options.merge is None:
+        parser.error("--report draws what --merge finds; name the folder with it")
+    charts.require(options.report)
     return options
 
 
@@ -249,6 +255,8 @@ def main() -> None:
     options = parse()
     if options.merge is not None:
         print(merge(options.merge))
+        if options.report is not None:
+            gpu_chart.write(options.merge, options.report)
         return
     row = ROWS[options.row]
     for name in ("host_memory", "device_memory"):

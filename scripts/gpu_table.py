@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 GB = 1_000_000_000
-_HEAD = (
+HEAD = (
     "row",
     "ours, s",
     "spread, s",
@@ -73,7 +73,7 @@ def line(found: dict[str, Any]) -> list[str]:
 
 def described(found: dict[str, Any]) -> str:
     """Return what one row has found, in words."""
-    named = zip(_HEAD[1:], line(found)[1:], strict=True)
+    named = zip(HEAD[1:], line(found)[1:], strict=True)
     return "; ".join(f"{name}: {value}" for name, value in named)
 
 
@@ -104,17 +104,24 @@ def peer_line(name: str, peer: dict[str, Any]) -> list[str]:
     ]
 
 
+def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what the files of a folder hold, by name: rows of ours and runs of the peer."""
+    return {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("*.json"))
+    }
+
+
 def merge(folder: Path) -> str:
     """Return the tables of all rows in a folder, as Markdown: the peer's runs, then ours."""
     peers, rows = [], []
-    for path in sorted(folder.glob("*.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
+    for name, found in outcomes(folder).items():
         if "ours" in found:
             rows.append(line(found))
         elif "baseline_bytes" in found:
-            peers.append(peer_line(path.stem, found))
+            peers.append(peer_line(name, found))
     return "\n\n".join(
         "\n".join(f"| {' | '.join(each)} |" for each in (head, ["---"] * len(head), *table))
-        for head, table in ((_PEER_HEAD, peers), (_HEAD, rows))
+        for head, table in ((_PEER_HEAD, peers), (HEAD, rows))
         if table
     )

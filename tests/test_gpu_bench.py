@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
+import gpu_chart  # noqa: E402
 import gpu_drive  # noqa: E402
 from gpu_rows import GB, ROWS, Sizes, planned_device_bytes, within_peer  # noqa: E402
 from gpu_table import merge  # noqa: E402
@@ -118,6 +120,28 @@ def test_a_table_has_both_sides(scratch: Path) -> None:
     assert "| host-exact | 0.260 | 0.250 to 0.270 | 1.30 | 5.0 | 14.00 (14.70) | 1.000 |" in table
     assert "| 4.00 (22.50) | 5.00 (30.00) | 1.0 / 1.0 | 1.00 / 0.00 | - |" in table
     assert table.endswith("7.0000 (7.0000, step 4) |")
+    gpu_chart.write(scratch, scratch / "rows.html")
+    page = (scratch / "rows.html").read_text(encoding="utf-8")
+    assert "host-exact: 0.26 s, 5.0 times as fast as the peer" in page
+    assert "<td>host-exact</td><td>0.260</td>" in page
+    pairs = gpu_chart.memory([found])
+    assert pairs == [("host-exact, device", 14.0, 14.7), ("host-exact, host", 4.0, 22.5)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="no matplotlib")
+def test_a_chart_has_a_bar_for_each_side() -> None:
+    figure = importlib.import_module("matplotlib.figure").Figure()
+    axes = figure.subplots()
+    pairs = [("one", 0.5, 2.0), ("two", 3.0, None)]
+    gpu_chart.bars(pairs, "seconds", lambda value: f"{value:g} s", log=True)(axes)
+    assert [bar.get_width() for bar in axes.patches] == [0.5, 3.0, 2.0]
+    assert [each.get_text() for each in axes.get_yticklabels()] == ["one", "two"]
+    assert {"0.5 s", "2 s", "3 s"} <= {each.get_text() for each in axes.texts}
+
+
+def test_a_chart_of_no_rows_says_what_to_run(scratch: Path) -> None:
+    with pytest.raises(SystemExit, match=r"has no rows: run gpu_bench\.py --row"):
+        gpu_chart.write(scratch, scratch / "rows.html")
 
 
 @pytest.mark.parametrize(
