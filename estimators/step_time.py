@@ -7,7 +7,8 @@ work all the time, since state is read ahead and written behind. No step can be 
 longest of these three. An update that host and device share is taken to keep both busy until its
 end. Kernels that are launched, small copies and a program that is interpreted are not counted:
 where they take longer than what is counted, a step takes many times its bound. What a schedule
-adds shows in `expected`, where no phase overlaps another.
+adds shows in `expected`, where no phase overlaps another and the device updates alone: whether
+sharing gains anything is found out where it trains.
 """
 
 from __future__ import annotations
@@ -220,11 +221,11 @@ def step_time(inputs: PlanInputs, plan: MemoryPlan, bytes_moved: Moved) -> StepT
     copied = bytes_moved.pass_link_bytes / link_rate
     passes = max(compute / _EXPECTED_SHARE, copied, network, drive * (1 - update_share))
     streamed = bytes_moved.update_link_bytes / link_rate
+    expected = passes + max(host, device, streamed, drive * update_share)
     shared = bytes_moved.shared_update_bytes / rates.host_bytes_per_s
     if shared and streamed:  # both sides work all the time, each at its full rate
         host = streamed = shared * streamed / (shared + streamed)
         link = copied + streamed
-    expected = passes + max(host, device, streamed, drive * update_share)
     return StepTime(compute, link, drive, host, device, network, copied, streamed, expected)
 
 

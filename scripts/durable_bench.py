@@ -118,7 +118,9 @@ def measure(path: Path, share: float, layers: int, steps: int) -> dict[str, Any]
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("path", type=Path, help="a directory on the disk")
     parser.add_argument("--layers", type=int, default=80, help="layers of 262,656 parameters")
     parser.add_argument("--steps", type=int, default=6, help="steps of each run, the first is left")

@@ -42,23 +42,27 @@ BOUND = 0.005
 
 def parse_options() -> argparse.Namespace:
     """Return what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--formats", nargs="+", default=["exact", "bf16", "compact"])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--lr", type=float, default=6e-4)
-    parser.add_argument(
-        "--at-once", type=int, default=1, help="runs that share the device, each in a process"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--text", type=Path)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--read", type=Path, help="show results of --json instead of training")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add = parser.add_argument
+    known = [each.value for each in StateFormat]
+    usual = ["exact", "bf16", "compact"]
+    formats = f"state formats, of {', '.join(known)} (default: {' '.join(usual)})"
+    add("--formats", nargs="+", choices=known, default=usual, metavar="FORMAT", help=formats)
+    add("--seeds", type=int, default=3, help="runs of each format (default: %(default)s)")
+    add("--steps", type=int, default=1000, help="steps of a run (default: %(default)s)")
+    add("--batch", type=int, default=16, help="sequences of a step (default: %(default)s)")
+    add("--hidden", type=int, default=512, help="width of the model (default: %(default)s)")
+    add("--layers", type=int, default=6, help="blocks of the model (default: %(default)s)")
+    add("--sequence", type=int, default=256, help="bytes of a sequence (default: %(default)s)")
+    add("--lr", type=float, default=6e-4, help="learning rate (default: %(default)s)")
+    add("--at-once", type=int, default=1, help="runs that share the device, each in a process")
+    add("--text", type=Path, metavar="PATH", help="default: the standard library of this Python")
+    add("--json", type=Path, metavar="FILE", help="write losses and comparison there")
+    add("--plot", type=Path, metavar="FILE", help="draw the losses there (needs matplotlib)")
+    add("--read", type=Path, metavar="FILE", help="show results of --json instead of training")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     return parser.parse_args()
 
 
@@ -198,7 +202,9 @@ def compare(runs: list[dict[str, object]], formats: list[str]) -> list[dict[str,
 
 def show(results: dict[str, object], console: Console) -> None:
     """Print the comparison."""
-    table = Table(title=f"Loss of the last {LAST_STEPS} steps", title_justify="left")
+    lengths = [len(run["losses"]) for run in results.get("runs", ())]  # type: ignore[attr-defined]
+    last = min([LAST_STEPS, *lengths])
+    table = Table(title=f"Loss of the last {last} steps", title_justify="left")
     for heading in ("format", "bytes a parameter", "nats a byte", "difference", "of each seed"):
         table.add_column(heading, justify="left" if heading == "format" else "right")
     for row in results["comparison"]:  # type: ignore[attr-defined]

@@ -222,18 +222,22 @@ def measure(options: argparse.Namespace, row: Row, sizes: Sizes) -> dict[str, An
 
 def parse() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--row", choices=ROWS)
-    parser.add_argument("--merge", type=Path, help="a folder of rows: prints their table")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--row", choices=ROWS, metavar="ROW", help=f"one of {', '.join(ROWS)}")
+    parser.add_argument("--merge", type=Path, metavar="FOLDER", help="print the table of its rows")
     parser.add_argument("--report", type=Path, help="with --merge: their chart, .png or .html")
-    parser.add_argument("--out", type=Path, default=Path())
-    parser.add_argument("--nvme", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--out", type=Path, default=Path(), help="where results go (default: here)")
+    temporary = Path(tempfile.gettempdir())
+    parser.add_argument("--nvme", type=Path, default=temporary, help="folder of the swap file")
     parser.add_argument("--peer", type=Path, help="what the peer took (JSON): sets the budgets")
     parser.add_argument("--model", choices=("own", "transformers"), default="own")
     parser.add_argument("--steps", type=int, help="left out: 5, or 3 in rows of slow steps")
     parser.add_argument("--phases", action="store_true", help="wait between the phases of a step")
     parser.add_argument("--profile", action="store_true", help="profile two steps at the end")
-    parser.add_argument("--tiers", nargs="*", default=[], metavar="KEY=VALUE")
+    tiers = "keys of the section `tiers` instead of the row's"
+    parser.add_argument("--tiers", nargs="*", default=[], metavar="KEY=VALUE", help=tiers)
     for name, value in (("hidden", 2048), ("layers", 24), ("vocabulary", 32000)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--length", type=int, default=1024)

@@ -141,7 +141,9 @@ def keep(out: Path) -> None:
 
 def main() -> None:
     """Run what is asked for, in order."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--program", type=Path, required=True)
     parser.add_argument("--torch-program", type=Path, help="runs the cases of the group torch")
     parser.add_argument("--out", type=Path, required=True)

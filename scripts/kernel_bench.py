@@ -8,7 +8,8 @@ interpreter that has it: a process of its own, which steps when its turn comes. 
 kernels run beside a copy within the device. Rates count the bytes that must be read and written:
 parameter, gradient and state; a copy counts both sides. A copy on the host also reads the lines
 that it is about to write, which nobody counts; a pass in place does not, nor does an update, so
-both can be faster than the copy.
+both can be faster than the copy. The row "in place" is such a pass, torch's negation. Arrays that
+fit in the processor's caches tell of the caches: leave `--numel` as large as it is.
 """
 
 from __future__ import annotations
@@ -346,13 +347,16 @@ def show(results: dict[str, Any], console: Console) -> None:
 
 def main() -> None:
     """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--numel", type=int, default=1 << 26)
-    parser.add_argument("--device-numel", type=int, default=1 << 28)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, help="by default those of a single rank")
-    parser.add_argument("--peer", help="an interpreter that can import DeepSpeed")
-    parser.add_argument("--json", type=Path)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--numel", type=int, default=1 << 26, help="elements on the host (default: %(default)s)")
+    add("--device-numel", type=int, default=1 << 28, help="on a GPU (default: %(default)s)")
+    add("--rounds", type=int, default=9, help="turns of each case (default: %(default)s)")
+    add("--threads", type=int, help="by default those of a single rank")
+    add("--peer", metavar="PYTHON", help="an interpreter that can import DeepSpeed")
+    add("--json", type=Path, metavar="FILE", help="write the numbers there")
     options = parser.parse_args()
     results = measure(options)
     show(results, Console())

@@ -30,7 +30,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = _OneLineParser(
         prog="train_lm.py",
         description="Train a byte-level transformer with ZeRO-3 while its state lives on NVMe.",
-        epilog="Where no default is named, the configuration's value is taken.",
+        epilog="Where no default is named, the configuration's value is taken. Example:"
+        " bash scripts/demo.sh --dtype bf16 --steps 100 --nvme-path FOLDER",
     )
     _add_model_options(parser)
     _add_training_options(parser)

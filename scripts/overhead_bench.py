@@ -1,5 +1,7 @@
 """Time an engine with everything on the device at world size 1 against plain torch.
 
+    python scripts/overhead_bench.py --blocks 20 --steps 4
+
 Both train the same model on the same data in one run, a step of one after a step of the other, so
 that what else the machine does falls on both. The ratio of the fastest halves is printed.
 """
@@ -18,7 +20,9 @@ import zero
 
 def main() -> None:
     """Parse the arguments, run both and print the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--blocks", type=int, default=100)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--batch", type=int, default=8)

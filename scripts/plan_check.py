@@ -430,7 +430,9 @@ def collect(options: argparse.Namespace) -> list[Outcome]:
 
 def main() -> int:
     """Run one case, or all of them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory")
     parser.add_argument("--case", metavar="JSON", help="one case, in this process")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -197,7 +197,9 @@ def report(found: dict[str, Any]) -> None:
 
 def main() -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rates", type=int, nargs="+", default=[90, 30], help="MB/s of each drive")
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--seconds", type=float, default=4.0, help="for each workload")

@@ -45,3 +45,4 @@ def test_runs_at_once_give_what_they_give_alone_and_a_part_of_them_can_be_shown(
     part = tmp_path / "part.json"
     part.write_text(json.dumps({"comparison": compare(runs[:1], FORMATS)}), encoding="utf-8")
     assert "Loss of the last" in study("--read", str(part))
+    assert "Loss of the last 3 steps" in study("--read", str(tmp_path / "1.json"))

@@ -80,6 +80,12 @@ def make_muon(
             f"optimizer.params {sorted(unknown)} cannot be used with Muon here; known are"
             f" {sorted(DEFAULTS)}"
         )
+    for key in ("lr", "muon_lr", "adam_lr"):
+        rate = parameters.get(key)
+        if rate is not None and not (isinstance(rate, int | float) and rate >= 0):
+            raise ConfigError(
+                f"optimizer.params.{key}: must be a finite number of at least 0, got {rate!r}"
+            )
     groups: list[dict[str, Any]] = []
     for each in given:
         group = each if isinstance(each, dict) else {"params": [each]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -264,7 +265,9 @@ def _torch_optimizer(named: NamedFactory, groups: list[Any]) -> torch.optim.Opti
     try:
         made: torch.optim.Optimizer = kind(groups, **dict(named.parameters))
     except (TypeError, ValueError, IndexError) as error:
-        raise ConfigError(f"optimizer.params of {named.type_name}: {error}") from error
+        unknown = set(named.parameters) - (known := set(inspect.signature(kind).parameters))
+        fix = f"; known are {sorted(known - {'params'})}" if unknown else ""
+        raise ConfigError(f"optimizer.params of {named.type_name}: {error}{fix}") from error
     return made
 
 

@@ -124,6 +124,14 @@ def refusal(source: object) -> str:
             'optimizer.type: must be "Adam", "AdamW", ',
         ),
         ({"optimizer": {"params": {}}}, "optimizer.type: is missing; write "),
+        (
+            {"tiers": {"update_device": "gpu"}},
+            'tiers.update_device: must be "auto", "cpu" or "device", got "gpu"; did you mean "dev',
+        ),
+        (
+            {"tiers": {"state_format": "fp8"}},
+            'tiers.state_format: must be "exact", "fp32", "bf16" or "compact", got "fp8"; write o',
+        ),
         ({"optimizer": {"type": "AdamW", "params": []}}, "optimizer.params: must be an object of"),
         (
             {"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}},

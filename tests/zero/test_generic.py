@@ -128,7 +128,10 @@ def test_by_name_from_the_configuration() -> None:
     engine.destroy()
     for kind, parameters, words in (
         ("RMSprop", {"lr": 1e-3, "betas": [0.9, 0.99]}, r"optimizer.params of RMSprop: .*betas"),
+        ("Adafactor", {"momentum": 0.9}, r"'momentum'; known are \['beta2_decay', 'd', 'eps'"),
         ("NAdam", {"betas": [0.9]}, "optimizer.params of NAdam: .*out of range"),
+        ("Muon", {"lr": -1}, "optimizer.params.lr: must be a finite number of at least 0, got -1"),
+        ("Muon", {"adam_lr": "1"}, "optimizer.params.adam_lr: must be a finite number .*got '1'"),
         ("NAdam", {"lr": float("inf")}, "optimizer.params.lr: must be a finite number, got inf"),
         ("Muon", {"eps": float("nan")}, "optimizer.params.eps: must be a finite number, got nan"),
     ):

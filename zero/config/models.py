@@ -115,7 +115,13 @@ class Tiers(Section):
     rounding_seed: Annotated[int, Integer(maximum=(1 << 63) - 1)] = key(
         "seed of the random bits that lossy formats round by", default=0
     )
-    update_device: Annotated[str, Choice(words=("auto", "cpu", "device"))] = key(
+    update_device: Annotated[
+        str,
+        Choice(
+            words=("auto", "cpu", "device"),
+            meant=(("gpu", "device"), ("cuda", "device"), ("host", "cpu")),
+        ),
+    ] = key(
         "where the optimizer runs: device streams state through a GPU, at the speed of its link;"
         " cpu updates in host memory; auto lets both share the sub-groups whose state is offloaded"
         " to cpu while that is measured to be faster, else takes the GPU, unless the host alone is"

@@ -86,7 +86,7 @@ class ByteSize(Kind):
             return None
         size = self._size(value) if isinstance(value, str) else whole_number(value)
         if size is None or size <= 0:
-            raise self.refuse(value, f"write {self.describe()}")
+            raise self.refuse(value, 'write a size such as "8GB"')
         if size > LARGEST_INTEGER:
             raise self.refuse(value, f"the most is {LARGEST_INTEGER}")
         return size

@@ -247,6 +247,8 @@ class Choice(Kind):
     any_case: bool = False
     later: tuple[str, ...] = ()
     """Words that have a meaning, but not in this version."""
+    meant: tuple[tuple[str, str], ...] = ()
+    """Words that others use, beside ours for the same."""
 
     @override
     def describe(self) -> str:
@@ -265,7 +267,14 @@ class Choice(Kind):
                     f"{shown(value)} is not available in this version; use "
                     f"{alternatives(self.words)}"
                 )
-        raise self.refuse(value, guess(value, self.words) or f"write {shown(self.words[0])}")
+        raise self.refuse(value, self._fix(value))
+
+    def _fix(self, value: object) -> str:
+        ours = dict(self.meant).get(str(value).lower())
+        if ours is not None:
+            return f"did you mean {json.dumps(ours)}?"
+        usual = f"write {shown(self.words[0])}" if len(self.words) == 1 else "write one of these"
+        return guess(value, self.words) or usual
 
     @override
     def schema(self) -> dict[str, Any]:
