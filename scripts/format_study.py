@@ -29,6 +29,7 @@ from torch import Tensor
 # With PYTHONSAFEPATH set, Python does not look for modules beside the script by itself.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import charts
 from format_optimizer import FormatAdamW
 from lm_model import ModelShape, build_model
 from lm_text import Text, load_text
@@ -63,7 +64,19 @@ def parse_options() -> argparse.Namespace:
     add("--plot", type=Path, metavar="FILE", help="draw the losses there (needs matplotlib)")
     add("--read", type=Path, metavar="FILE", help="show results of --json instead of training")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for name in ("seeds", "steps", "batch", "hidden", "layers", "sequence", "at_once"):
+        if getattr(options, name) < 1:
+            shown = name.replace("_", "-")
+            parser.error(f"--{shown} must be at least 1, got {getattr(options, name)}")
+    if options.read is not None and not options.read.is_file():
+        parser.error(f"--read {options.read}: there is no such file")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device; leave it out to train on the CPU")
+    if options.plot is not None and options.plot.suffix != ".png":
+        parser.error(f"--plot {options.plot}: the name must end in .png")
+    charts.require(options.plot)
+    return options
 
 
 def batches(text: Text, options: argparse.Namespace, seed: int) -> Tensor:

@@ -251,6 +251,8 @@ def parse() -> argparse.Namespace:
     if options.report is not None and options.merge is None:
         parser.error("--report draws what --merge finds; name the folder with it")
     charts.require(options.report)
+    if options.merge is not None and not any(options.merge.glob("*.json")):
+        parser.error(f"{options.merge} has no results: run --row ROW --out {options.merge} first")
     return options
 
 

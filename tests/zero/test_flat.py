@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import statistics
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,8 @@ def resident_bytes_by_step(engine: zero.ZeroEngine, steps: int, folder: Path) ->
     return sizes
 
 
-@pytest.mark.nvme
-@pytest.mark.parametrize("steps", [60, pytest.param(500, marks=pytest.mark.full)])
-def test_steps_leave_nothing_behind(scratch: Path, steps: int) -> None:
+def train_and_watch(scratch: Path, steps: int) -> list[int]:
+    """Make an engine whose state pages, train it, and return the resident bytes after each step."""
     config: dict[str, Any] = make_config(
         parameters="nvme",
         optimizer="nvme",
@@ -76,11 +76,27 @@ def test_steps_leave_nothing_behind(scratch: Path, steps: int) -> None:
     config["tiers"] |= {"verify": True, "write_burst": 2}
     engine, _, _, _ = zero.initialize(model=make_model(), config=config)
     sizes = resident_bytes_by_step(engine, steps, scratch / "saved")
+    assert engine.ledger.snapshot().nvme_write_bytes > 0
+    engine.destroy()
+    return sizes
+
+
+def in_a_new_process(
+    work: Callable[[Path, int], list[int]], scratch: Path, count: int
+) -> list[int]:
+    """Return what `work` returns in a process that nothing else has used."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(work, scratch, count).result()
+
+
+@pytest.mark.nvme
+@pytest.mark.parametrize("steps", [60, pytest.param(500, marks=pytest.mark.full)])
+def test_steps_leave_nothing_behind(scratch: Path, steps: int) -> None:
+    sizes = in_a_new_process(train_and_watch, scratch, steps)
     early = statistics.median(sizes[steps // 6 : steps // 3])
     late = statistics.median(sizes[-steps // 6 :])
     assert late - early <= 2 * MIB, f"{(late - early) / steps:.0f} bytes a step"
-    assert engine.ledger.snapshot().nvme_write_bytes > 0
-    engine.destroy()
 
 
 def resident_bytes_by_cycle(scratch: Path, cycles: int) -> list[int]:
@@ -117,8 +133,6 @@ def resident_bytes_by_cycle(scratch: Path, cycles: int) -> list[int]:
 @pytest.mark.nvme
 @pytest.mark.parametrize("cycles", [4, pytest.param(20, marks=pytest.mark.full)])
 def test_engines_come_and_go_with_all_they_had(scratch: Path, cycles: int) -> None:
-    """Memory, descriptors, threads and files are flat, in a process that nothing else has used."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        sizes = pool.submit(resident_bytes_by_cycle, scratch, cycles).result()
+    """Memory, descriptors, threads and files are flat."""
+    sizes = in_a_new_process(resident_bytes_by_cycle, scratch, cycles)
     assert sizes[-1] - sizes[len(sizes) // 2 - 1] <= 2 * MIB
