@@ -11,7 +11,6 @@ ones.
 from __future__ import annotations
 
 import collections
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -67,7 +66,6 @@ class StreamedUpdate:
         self._groups = groups
         self._position_of = {group.index: at for at, group in enumerate(groups)}
         self._store = store = pass_.store
-        self._pieces_of = functools.cache(pass_.pieces_of)
         self._on_update = on_update
         size_bytes = store.plan.device_buffer_bytes
         self._buffers = [
@@ -124,7 +122,7 @@ class StreamedUpdate:
     def _prepare(self, groups: Sequence[SubGroup]) -> None:
         wanted: list[PartsAndGradients] = []
         for group in groups:
-            pieces = self._pieces_of(group.segment)
+            pieces = self._pass.pieces_of(group.segment)
             if pieces is None:
                 wanted.append((self._pass.parts_of(group, [(group.start, group.numel)]), None))
             else:
@@ -147,7 +145,7 @@ class StreamedUpdate:
         offsets = store.sizes.staged(group)
         sizes = store.section_bytes(group)
         for section, size_bytes in sizes.items():
-            if section is Section.GRADIENT and self._pieces_of(group.segment) is not None:
+            if section is Section.GRADIENT and self._pass.pieces_of(group.segment) is not None:
                 continue  # its caller keeps it, on the device
             memory = store.section_memory(group, section, slot)
             if isinstance(memory, DeviceMemory):
@@ -200,7 +198,7 @@ class StreamedUpdate:
         parameter = elements_at(staged.memory[Section.PARAMETER], spec.element, group.numel)
         layout = store.plan.request.record_of(spec, group.numel)
         state = state_tensors(layout, staged.memory[Section.STATE].bytes)
-        pieces = self._pieces_of(group.segment)
+        pieces = self._pass.pieces_of(group.segment)
         if pieces is None:
             gradient = elements_at(staged.memory[Section.GRADIENT], spec.gradient, group.numel)
             pieces = [(group.start, gradient)]

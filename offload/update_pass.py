@@ -71,7 +71,10 @@ class UpdatePass:
     scalars: Sequence[UpdateScalars | GenericStep]
     rounding: Rounding | None
     pieces_of: Callable[[int], GradientPieces | None]
-    """Gives the gradients of a segment that its caller keeps, or None."""
+    """Gives the gradients of a segment that its caller keeps, or None.
+
+    A device asks several times and must get the same tensors: it has noted where they lie.
+    """
 
     def __post_init__(self) -> None:
         request = self.store.plan.request

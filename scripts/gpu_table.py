@@ -105,11 +105,18 @@ def peer_line(name: str, peer: dict[str, Any]) -> list[str]:
 
 
 def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what the files of a folder hold, by name: rows of ours and runs of the peer."""
-    return {
-        path.stem: json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(folder.glob("*.json"))
-    }
+    """Return what the files of a folder hold, by name: rows of ours and runs of the peer.
+
+    Raises:
+        SystemExit: naming a file that is not whole, because its run was cut short, say.
+    """
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise SystemExit(f"{path} is not JSON ({error}): remove it, or run it again") from None
+    return found
 
 
 def merge(folder: Path) -> str:

@@ -157,3 +157,9 @@ def test_peaks_of_rows_on_a_gpu(name: str, budget: int, measured: int) -> None:
     row = replace(ROWS[name], device_memory=budget)
     sizes = PEERS
     assert planned_device_bytes(row, sizes) == pytest.approx(measured, rel=0.002)
+
+
+def test_a_result_that_was_cut_short_is_named(scratch: Path) -> None:
+    (scratch / "host-exact.json").write_text('{"row": "host', encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"host-exact\.json is not JSON .* run it again"):
+        merge(scratch)
