@@ -11,16 +11,22 @@ import pytest
 
 from offload.codes import RoundingKey
 from offload.kernel_queue import open_queue
-from offload.kernels import NativeKernels, load_kernels, native_available
+from offload.kernels import NativeKernels, load_kernels
 from offload.operands import StateArrays
 from offload.rules import AdamWScalars
+from tests.support.kernels import require_native
 
 NUMEL = 200_000
 LONG_SECONDS = 60.0
 SCALARS = AdamWScalars.from_hyperparameters(
     lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=1, grad_scale=0.5
 )
-pytestmark = pytest.mark.skipif(not native_available(), reason="the native kernels were not built")
+
+
+@pytest.fixture(autouse=True)
+def native() -> None:
+    """Skip where the kernels could not be built, and fail where they should have been."""
+    require_native()
 
 
 class Owned(np.ndarray):
