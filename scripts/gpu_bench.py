@@ -1,20 +1,22 @@
-"""Whole training steps on one GPU: one row of the table a call, ours.
+"""Whole training steps on one GPU: one row of the table a call.
 
     gpu_bench.py --row host-exact --out results        measures a row and writes results/ROW.json
+    gpu_bench.py --row host-exact --program PEER.py    the same, the peer's steps and ours by turns
     gpu_bench.py --merge results --report rows.png     prints the table of all rows and draws it
 
 A row names where optimizer state (and parameters) may rest and how much host memory there is. The
 model is Llama-shaped with 1.364 B parameters, batch 4 x 1024 tokens, bf16, clipping at 1.0; with
-`--model transformers` it is the peer's, with its initial weights and tokens. Before and after
-rows that page, the drive is measured. `gpu_suite.py` runs rows beside the peer's program. Under
-torchrun each rank has a GPU; budgets are a row's times the ranks, and what rank 0 saw is written,
-as ROW-xRANKS.json.
+`--model transformers` it is the peer's, with its initial weights and tokens. In rows that page,
+the drive is measured before the first step that counts and after each one. `gpu_suite.py` runs all
+rows beside the peer's program. Under torchrun each rank has a GPU; budgets are a row's times the
+ranks, and what rank 0 saw is written, as ROW-xRANKS.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import importlib
 import io
 import json
 import pstats
@@ -36,19 +38,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import charts
 import gpu_chart
 import gpu_drive
+import gpu_groups
 from gpu_model import Built, build_llama, build_transformers
 from gpu_process import MemoryWatch, mappings
 from gpu_rows import ROWS, Row, Sizes, make_config, planned_device_bytes, within_peer
 from gpu_table import merge
+from gpu_turns import Turns
 
 import zero
 
 Loss = Callable[[torch.nn.Module], torch.Tensor]
 
 
-def run_ours(options: argparse.Namespace, row: Row, sizes: Sizes) -> dict[str, Any]:
+_DRIVE = "drive"
+"""Phases of the memory in which nothing of ours runs."""
+
+
+def run_ours(
+    options: argparse.Namespace, row: Row, sizes: Sizes, drive: gpu_drive.DriveWatch | None
+) -> dict[str, Any]:
     """Train a row and return what it took."""
     watch = MemoryWatch()
+    if options.model == "transformers":
+        importlib.import_module("transformers.models.llama.modeling_llama")
     watch.note("imported")
     train_plainly()
     watch.note("torch has trained")
@@ -65,7 +77,7 @@ def run_ours(options: argparse.Namespace, row: Row, sizes: Sizes) -> dict[str, A
         ready = time.perf_counter()
         watch.note("initialized")
         reset_peak()
-        rows = train(engine, built.loss, row, watch, options)
+        rows = train(engine, built.loss, row, watch, drive, options)
         outcome = summary(engine, rows[row.warm_up :])
         outcome |= {
             "rows": rows,
@@ -73,7 +85,7 @@ def run_ours(options: argparse.Namespace, row: Row, sizes: Sizes) -> dict[str, A
             "rss_bytes": {
                 "imported": watch.phases[0]["VmRSS"],
                 "before": watch.phases[2]["VmRSS"],
-                "peak": watch.peak_bytes(after="model built"),
+                "peak": watch.peak_bytes(after="model built", without=_DRIVE),
             },
             "memory_phases": watch.phases,
             "mappings": mappings(),
@@ -110,15 +122,30 @@ def train(
     loss_of: Loss,
     row: Row,
     watch: MemoryWatch,
+    drive: gpu_drive.DriveWatch | None,
     options: argparse.Namespace,
 ) -> list[dict[str, float]]:
-    """Run the steps of a row and return their seconds."""
+    """Run the steps of a row, each in its turn, and return their seconds."""
     found = []
     count = row.warm_up + (options.steps or row.steps)
     for step in range(1, count + 1):
+        if options.turns is not None:
+            options.turns.wait()
         found.append(train_step(engine, loss_of, options))
         watch.note(f"step {step}")
+        if drive is not None and step >= row.warm_up and any(paged(engine).values()):
+            drive.measure()
+            watch.note(_DRIVE)
     return found
+
+
+def paged(engine: zero.ZeroEngine) -> dict[str, int]:
+    """Return the bytes that the last step has moved to and from NVMe."""
+    moved: dict[str, int] = engine.ledger.report().to_dicts()[-1]["nvme_bytes"]
+    return {
+        f"{verb}_bytes": sum(size for name, size in moved.items() if f"nvme {way}" in name)
+        for way, verb in (("read", "read"), ("write", "written"))
+    }
 
 
 def train_step(
@@ -150,6 +177,7 @@ def summary(engine: zero.ZeroEngine, rows: list[dict[str, float]]) -> dict[str, 
         "spread_seconds": [min(seconds), max(seconds)],
         "device_peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
         "ledger": last,
+        "paged_bytes": paged(engine),
         "memory": engine.memory_report()["lines"],
     }
 
@@ -196,27 +224,21 @@ def reset_peak() -> None:
 
 
 def measure(options: argparse.Namespace, row: Row, sizes: Sizes) -> dict[str, Any]:
-    """Run a row, the drive measured before and after it, and return all that was found."""
-    outcome: dict[str, Any] = {"row": options.row, "command": sys.argv, "peer": None}
+    """Run a row, the drive measured around its steps, and return all that was found."""
+    name = options.name or options.row
+    outcome: dict[str, Any] = {"row": name, "command": sys.argv, "peer": None}
     if options.peer is not None:
         outcome["peer"] = json.loads(options.peer.read_text(encoding="utf-8"))
         row = within_peer(row, sizes, outcome["peer"])
     outcome["settings"] = vars(row)
     pages = row.optimizer == "nvme" and not row.takes_peer_memory and options.drive_mebibytes
-    rates = [gpu_drive.measure(options.nvme, options.drive_mebibytes)] if pages else []
-    outcome["ours"] = ours = run_ours(options, row, sizes)
+    drive = gpu_drive.DriveWatch(options.nvme, options.drive_mebibytes) if pages else None
+    outcome["ours"] = ours = run_ours(options, row, sizes, drive)
     is_alone = ours["ranks"] == 1
     ours["planned_device_bytes"] = planned_device_bytes(row, sizes) if is_alone else None
-    if rates:
-        rates.append(gpu_drive.measure(options.nvme, options.drive_mebibytes))
-        moved = {
-            way: sum(size for name, size in ours["ledger"]["nvme_bytes"].items() if way in name)
-            for way in ("read", "write")
-        }
-        if sum(moved.values()):
-            ours["drive"] = gpu_drive.compare(
-                rates, moved["read"], moved["write"], ours["median_seconds"]
-            )
+    if drive is not None and drive.rates:
+        steps = [each["seconds"] for each in ours["rows"][row.warm_up :]]
+        ours["drive"] = gpu_drive.compare(drive.rates, **ours["paged_bytes"], seconds=steps)
     return outcome
 
 
@@ -245,6 +267,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--host-memory", type=int, help="bytes, instead of the row's")
     parser.add_argument("--device-memory", type=int, help="bytes, instead of the row's")
     parser.add_argument("--drive-mebibytes", type=int, default=2048, help="0 measures no drive")
+    parser.add_argument("--name", help="of the result, instead of the row's")
+    parser.add_argument("--turns", type=Turns.of, help=argparse.SUPPRESS)
+    gpu_groups.add_programs(parser)
     options = parser.parse_args()
     if options.merge is None and options.row is None:
         parser.error("name a row with --row, or a folder with --merge")
@@ -263,6 +288,10 @@ def main() -> None:
         print(merge(options.merge))
         if options.report is not None:
             gpu_chart.write(options.merge, options.report)
+        return
+    if options.program is not None or options.torch_program is not None:
+        gpu_groups.run_row(options.row, options)
+        print(merge(options.out))
         return
     row = ROWS[options.row]
     for name in ("host_memory", "device_memory"):
@@ -284,13 +313,13 @@ def main() -> None:
         row = replace(row, device_memory=row.device_memory * ranks)
     options.out.mkdir(parents=True, exist_ok=True)
     outcome = measure(options, row, sizes)
-    name = options.row
+    name = outcome["row"]
     if ranks > 1:
         rank = dist.get_rank()
         dist.destroy_process_group()
         if rank != 0:
             return
-        name = outcome["row"] = f"{options.row}-x{ranks}"
+        name = outcome["row"] = f"{name}-x{ranks}"
     path = options.out / f"{name}.json"
     path.write_text(json.dumps(outcome, indent=1), encoding="utf-8")
 

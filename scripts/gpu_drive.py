@@ -1,13 +1,17 @@
-"""What a drive can do at most for what a step must move, measured in the same run.
+"""What a drive can do at most for what a step must move, measured around each step.
 
 The limit is the faster of two schedules, as they were measured: reads and writes mixed, or in
 bursts by turns. Beside it stands what bursts without any cost of turning would take, `read / read
-rate + written / write rate`. Rates are the best of several transfer sizes.
+rate + written / write rate`. Rates are first the best of several sizes of transfers and bursts,
+then those of the best sizes again.
 """
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,21 @@ from step_bench_limit import BURST_BYTES, IN_FLIGHT_BYTES, run
 from aio_ops import Engine, HostArena, Span, Ticket, TransferFile, open_engine
 
 TRANSFER_BYTES = (4 << 20, 16 << 20)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is compared, or what was best: sizes of transfers, in bursts pairs with the burst's."""
+
+    read: tuple[int, ...] = TRANSFER_BYTES
+    write: tuple[int, ...] = TRANSFER_BYTES
+    mixed: tuple[int, ...] = TRANSFER_BYTES
+    bursts: tuple[tuple[int, int], ...] = tuple(
+        (size, burst) for size in TRANSFER_BYTES for burst in BURST_BYTES
+    )
+
+
+_ALL = Settings()
 
 
 @dataclass(frozen=True)
@@ -39,28 +58,55 @@ class DriveRates:
         }
 
 
-def measure(directory: Path, mebibytes: int) -> DriveRates:
-    """Measure a drive through a file of its own, made of huge pages and direct transfers."""
+class DriveWatch:
+    """Measures a drive before the first step and after each one."""
+
+    def __init__(self, directory: Path, mebibytes: int) -> None:
+        self.rates: list[DriveRates] = []
+        self._directory = directory
+        self._mebibytes = mebibytes
+        self._settings = _ALL
+
+    def measure(self) -> None:
+        """Measure it once more."""
+        found, self._settings = measure(self._directory, self._mebibytes, self._settings)
+        self.rates.append(found)
+
+
+def measure(
+    directory: Path, mebibytes: int, settings: Settings = _ALL
+) -> tuple[DriveRates, Settings]:
+    """Measure a drive through a file of its own, made of huge pages and direct transfers.
+
+    Returns:
+        The best rates, and the settings that gave them.
+    """
     with open_engine("auto", directory=directory) as engine:
         file = engine.create_file(directory, mebibytes << 20)
         arena = HostArena(IN_FLIGHT_BYTES)
         whole = arena.carve(IN_FLIGHT_BYTES)
         whole.view()[:] = b"\xa5" * IN_FLIGHT_BYTES
         one_way(engine, file, split(whole, 16 << 20), writes=True)  # so that reads are real
-        spans = [split(whole, size) for size in TRANSFER_BYTES]
-        found = DriveRates(
-            max(one_way(engine, file, each, writes=False) for each in spans),
-            max(one_way(engine, file, each, writes=True) for each in spans),
-            max(run(engine, file, each, 1, drains=False) for each in spans),
-            max(
-                run(engine, file, each, burst // each[0].size_bytes, drains=True)
-                for each in spans
-                for burst in BURST_BYTES
-            ),
+        read, read_size = max(
+            (one_way(engine, file, split(whole, size), writes=False), size)
+            for size in settings.read
+        )
+        write, write_size = max(
+            (one_way(engine, file, split(whole, size), writes=True), size)
+            for size in settings.write
+        )
+        mixed, mixed_size = max(
+            (run(engine, file, split(whole, size), 1, drains=False), size)
+            for size in settings.mixed
+        )
+        bursts, burst_sizes = max(
+            (run(engine, file, split(whole, size), burst // size, drains=True), (size, burst))
+            for size, burst in settings.bursts
         )
         file.close()
         arena.close()
-    return found
+    best = Settings((read_size,), (write_size,), (mixed_size,), (burst_sizes,))
+    return DriveRates(read, write, mixed, bursts), best
 
 
 def split(whole: Span, size_bytes: int) -> list[Span]:
@@ -85,17 +131,33 @@ def one_way(engine: Engine, file: TransferFile, spans: list[Span], *, writes: bo
 
 
 def compare(
-    rates: list[DriveRates], read_bytes: int, written_bytes: int, seconds: float
+    rates: Sequence[DriveRates], read_bytes: int, written_bytes: int, seconds: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the limit for a step, from rates taken before and after it, and its share."""
-    both = [each.seconds(read_bytes, written_bytes) for each in rates]
-    mean = {name: sum(each[name] for each in both) / len(both) for name in both[0]}
-    schedule = min(("mixed", "bursts"), key=mean.__getitem__)
+    """Return the limit for a step and its share of what steps took, medians over the steps.
+
+    Args:
+        rates: one measurement before the first step and one after each.
+        read_bytes: what a step reads.
+        written_bytes: what it writes.
+        seconds: what each step took.
+    """
+    least = [each.seconds(read_bytes, written_bytes) for each in rates]
+    around = [
+        {name: (before[name] + after[name]) / 2 for name in before}
+        for before, after in itertools.pairwise(least)
+    ]
+    shares = {
+        name: statistics.median(
+            each[name] / spent for each, spent in zip(around, seconds, strict=True)
+        )
+        for name in around[0]
+    }
+    schedule = min(("mixed", "bursts"), key=shares.__getitem__)
     return {
         "schedule": schedule,
-        "least_seconds": mean[schedule],
-        "share": mean[schedule] / seconds,
-        "share_of_free_bursts": mean["free bursts"] / seconds,
+        "least_seconds": statistics.median(each[schedule] for each in around),
+        "share": shares[schedule],
+        "share_of_free_bursts": shares["free bursts"],
         "read_bytes": read_bytes,
         "written_bytes": written_bytes,
         "rates": [vars(each) for each in rates],

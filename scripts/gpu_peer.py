@@ -7,12 +7,14 @@ memory is noted, and the program runs in the same process. Its last line is JSON
 same with `baseline_bytes`. Models of transformers draw their initial weights on the device, which
 takes a second instead of half a minute and no host memory; ours draws the same. The cases `gpu`
 and `fsdp2` are plain torch's: DeepSpeed is not imported for them, and FSDP2's model is made on the
-host, whence it is taken in parts.
+host, whence it is taken in parts. With `--turns` the program waits for its turn before each step.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -25,13 +27,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_process import resident
+from gpu_turns import Turns
 
 _TORCH_CASES = ("gpu", "fsdp2")
 _BUILT_ELSEWHERE = ("nvme_param", "fsdp2")
 """There it is the peer that says where modules are built."""
+_WAITS_OF_A_STEP = 4
+"""A program waits for the device before each step and after each of its three phases."""
 
 
-def run(program: str, arguments: list[str]) -> dict[str, Any]:
+def run(program: str, arguments: list[str], turns: Turns | None) -> dict[str, Any]:
     """Run a program and return what its last line says, with the baseline of its process."""
     case = arguments[0]
     if case not in _TORCH_CASES:
@@ -45,12 +50,48 @@ def run(program: str, arguments: list[str]) -> dict[str, Any]:
         if case not in _BUILT_ELSEWHERE:
             build_on_device("cuda")
     baseline = resident()["VmRSS"]
+    if turns is not None:
+        wait_for_turns(turns, program, baseline)
     sys.argv = [program, *arguments]
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         runpy.run_path(program, run_name="__main__")
     found: dict[str, Any] = json.loads(output.getvalue().strip().splitlines()[-1])
     return {**found, "baseline_bytes": baseline}
+
+
+def wait_for_turns(turns: Turns, program: str, baseline: int) -> None:
+    """Let a program wait for its turn where it waits for the device before a step."""
+    import torch
+
+    plain: Any = torch.cuda.synchronize
+    has_device = torch.cuda.is_available()
+    calls = 0
+
+    @functools.wraps(plain)
+    def synchronize(*args: Any, **kwargs: Any) -> None:
+        nonlocal calls
+        # Libraries synchronize as well: only what the program itself asks for tells its steps.
+        if sys._getframe(1).f_globals.get("__file__") == program:
+            if calls % _WAITS_OF_A_STEP == 0:
+                turns.wait(**memory(baseline))
+            calls += 1
+        if has_device:
+            plain(*args, **kwargs)
+
+    torch.cuda.synchronize = synchronize
+
+
+def memory(baseline: int) -> dict[str, float]:
+    """Return what the process has taken so far, in the words of the program's last line."""
+    import torch
+
+    device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return {
+        "gpu_peak_gb": round(device / 1e9, 2),
+        "rss_peak_gb": round(resident()["VmHWM"] / 1024 / 1e6, 2),  # as the program computes it
+        "baseline_bytes": baseline,
+    }
 
 
 def build_on_device(device: str) -> None:
@@ -67,5 +108,19 @@ def build_on_device(device: str) -> None:
     model.__init__ = initialise
 
 
+def main() -> None:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=Turns.of, help="two file descriptors, from gpu_turns.py")
+    parser.add_argument("program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="CASE [ARGUMENT ...]")
+    options = parser.parse_args()
+    if not options.arguments:
+        parser.error("name a case of the program")
+    print(json.dumps(run(options.program, options.arguments, options.turns)))
+
+
 if __name__ == "__main__":
-    print(json.dumps(run(sys.argv[1], sys.argv[2:])))
+    main()

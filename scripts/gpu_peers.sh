@@ -5,7 +5,7 @@
 #     scripts/gpu_peers.sh OUT SECONDS [GROUP ...]    groups of gpu_suite.py: host nvme lossy param torch
 #     scripts/gpu_peers.sh OUT SECONDS kernels        kernel_bench.py beside DeepSpeed's CPU Adam
 #
-# OUT.tgz is written anew after each row; kernels writes OUT.json. The folder .peer holds what DeepSpeed needs there:
+# OUT.tgz is written anew after each group; kernels writes OUT.json. The folder .peer holds what DeepSpeed needs there:
 #     ds.tgz        its unpacked source distribution: deepspeed csrc op_builder accelerator version.txt
 #     aio/include, aio/lib    libaio.h and libaio.so
 #     whl           wheels of what that machine's Python lacks

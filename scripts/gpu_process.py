@@ -24,11 +24,15 @@ class MemoryWatch:
         with contextlib.suppress(OSError):  # not every sandbox knows it: peaks then only grow
             (_SELF / "clear_refs").write_text(_RESET_PEAK, encoding="ascii")
 
-    def peak_bytes(self, after: str = "") -> int:
-        """Return the most that was resident, of all phases or of those after one."""
+    def peak_bytes(self, after: str = "", without: str = "") -> int:
+        """Return the most that was resident, of all phases or of those after one.
+
+        Phases of the name `without` do not count.
+        """
         names = [each["phase"] for each in self.phases]
         start = names.index(after) + 1 if after else 0
-        return max(int(each["VmHWM"]) for each in self.phases[start:])
+        counted = (each for each in self.phases[start:] if each["phase"] != without)
+        return max(int(each["VmHWM"]) for each in counted)
 
 
 def resident() -> dict[str, int]:

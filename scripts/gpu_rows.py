@@ -36,6 +36,8 @@ class Row:
 
 
 _NVME = Row("nvme", host_memory=4 * GB, device_memory=8 * GB, peer_case="nvme", warm_up=1)
+_HOST = Row("cpu", device_memory=8 * GB, warm_up=8)
+"""The first seven updates try out whether host and device share them."""
 _ALL = replace(
     _NVME,
     parameters="nvme",
@@ -46,14 +48,14 @@ _ALL = replace(
 )
 
 ROWS = {
-    "host-exact": Row("cpu", device_memory=8 * GB),
-    "host-compact": Row("cpu", device_memory=8 * GB, state_format="compact"),
+    "host-exact": _HOST,
+    "host-compact": replace(_HOST, state_format="compact"),
     "nvme-fits-exact": replace(_NVME, host_memory=18 * GB, warm_up=2, takes_peer_memory=True),
     "nvme-4gb-exact": replace(_NVME, steps=3),
     "nvme-4gb-compact": replace(_NVME, state_format="compact", warm_up=2),
     "all-nvme-4gb-exact": replace(_ALL, steps=3),
     "all-nvme-4gb-compact": replace(_ALL, state_format="compact", steps=3),
-    "all-host-exact": Row("cpu", "cpu"),
+    "all-host-exact": Row("cpu", "cpu", fills_device=True, warm_up=8),
     "device-exact": Row("none", peer_case="none"),
 }
 

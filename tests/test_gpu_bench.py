@@ -65,17 +65,30 @@ def test_a_row_whose_parameters_page_fills_what_the_peer_took_on_the_device(name
 
 def test_the_limit_of_a_drive_is_its_faster_schedule() -> None:
     rates = [gpu_drive.DriveRates(2e9, 4e9, mixed, 2.5e9) for mixed in (2.4e9, 2.6e9)]
-    found = gpu_drive.compare(rates, 8 * GB, 8 * GB, 7.0)
+    found = gpu_drive.compare(rates, 8 * GB, 8 * GB, [7.0])
     assert found["schedule"] == "bursts"
     assert found["share"] == pytest.approx(6.4 / 7)
     assert found["share_of_free_bursts"] == pytest.approx(6 / 7)
 
 
+def test_each_step_is_held_against_the_drive_of_its_minute() -> None:
+    """A drive that slows down to a half is slower for steps and limits alike."""
+    rates = [gpu_drive.DriveRates(rate, rate, rate, rate) for rate in (2e9, 2e9, 1e9, 1e9)]
+    found = gpu_drive.compare(rates, 8 * GB, 8 * GB, [10.0, 15.0, 20.0])
+    assert found["share"] == pytest.approx(0.8)
+    assert found["least_seconds"] == pytest.approx(12.0)
+
+
 @pytest.mark.nvme
 @pytest.mark.full
 def test_a_drive_is_measured(scratch: Path) -> None:
-    found = gpu_drive.measure(scratch, 128)
-    assert min(vars(found).values()) > 1e6
+    watch = gpu_drive.DriveWatch(scratch, 128)
+    watch.measure()
+    watch.measure()
+    assert min(min(vars(each).values()) for each in watch.rates) > 1e6
+    size, burst = watch._settings.bursts[0]
+    assert len(watch._settings.bursts) == 1
+    assert size <= burst
 
 
 @pytest.mark.full
@@ -86,7 +99,7 @@ def test_a_suite_says_what_failed_and_what_was_left_out(scratch: Path) -> None:
         [
             *(sys.executable, str(SCRIPTS / "gpu_suite.py"), "--program", str(program)),
             *("--out", str(scratch / "out"), "--nvme", str(scratch), "--only", "lossy", "nvme"),
-            *("--seconds", "90"),
+            *("--seconds", "130"),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -95,7 +108,8 @@ def test_a_suite_says_what_failed_and_what_was_left_out(scratch: Path) -> None:
     )
     lines = done.stdout.splitlines()
     assert lines[0].startswith("peer-nvme-lossy: failed with ")
-    assert any(line.startswith("peer-nvme: left out, 125 s expected") for line in lines)
+    assert any(line.startswith("nvme-4gb-compact-lossy-peer: ") for line in lines)
+    assert any(line.startswith("nvme: left out, 250 s expected") for line in lines)
     assert (scratch / "out.tgz").stat().st_size > 0
 
 
