@@ -215,8 +215,10 @@ def sub_group_cap(request: PlacementRequest, segment: SegmentSpec) -> int:
             for section, size in sizes.items()
             if (lowest[section] is Tier.DEVICE) is not request.update_on_device
         )
+        if not staged:
+            return max(cap, SHARD_ALIGNMENT_NUMEL)
         most_bytes = STAGED_BYTES if request.update_on_device else STAGED_BYTES // HOST_BUFFER_COUNT
-        most = most_bytes * STAGED_BYTES // (staged or sum(sizes.values()))
+        most = most_bytes * STAGED_BYTES // staged
         if request.shares_update:
             passed = sizes[Section.GRADIENT] + sizes[Section.PARAMETER]
             most = min(most, STAGED_BYTES**2 // passed)

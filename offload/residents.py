@@ -5,6 +5,9 @@ Where each rank has parameters in full, this store's shard is the part at `posit
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
+
 import torch
 
 from aio_ops import HostArena, Span
@@ -34,7 +37,8 @@ class Residents:
         self._gradients: dict[int, DeviceMemory] = {}
         """Gradients on a device, by segment: there from their first use until they are dropped."""
         self._spans: dict[tuple[Section, int], Memory] = {}
-        self._parts: dict[tuple[Section, int], Memory] = {}
+        self._parts: dict[tuple[Section, int], tuple[int, Memory]] = {}
+        """Of each sub-group where it begins in the span of its segment, and its memory."""
         for tier in _MEMORY_TIERS:
             for section in Section:
                 for segment in range(len(plan.request.segments)):
@@ -44,7 +48,22 @@ class Residents:
         """Return the memory of one section of a sub-group that rests in memory."""
         if group.tier(section) is Tier.DEVICE and self._is_fleeting(Tier.DEVICE, section):
             return self._gradient_part(group)
-        return self._parts[section, group.index]
+        return self._parts[section, group.index][1]
+
+    def stretch(self, section: Section, groups: Sequence[SubGroup]) -> Memory:
+        """Return the memory of a section of sub-groups that follow each other and rest together.
+
+        It has the sections one after another, as `part` returns them.
+        """
+        first, last = groups[0], groups[-1]
+        if first.tier(section) is Tier.DEVICE and self._is_fleeting(Tier.DEVICE, section):
+            return self._gradient_part(first, last.stop)
+        start, part = self._parts[section, first.index]
+        if first is last:
+            return part
+        last_start, last_part = self._parts[section, last.index]
+        whole = self._spans[section, first.segment]
+        return whole.sub(start, last_start + last_part.size_bytes - start)
 
     def drop_gradients(self) -> None:
         """Free what is only there while gradients are."""
@@ -58,7 +77,8 @@ class Residents:
         is_device = tier is Tier.DEVICE and not self._device.is_host
         return is_device and section is Section.GRADIENT
 
-    def _gradient_part(self, group: SubGroup) -> Memory:
+    def _gradient_part(self, group: SubGroup, stop: int | None = None) -> Memory:
+        """Return the gradient of a sub-group, or of those up to an element, made if it must be."""
         element_bytes = self._plan.request.segments[group.segment].gradient.size_bytes
         parts = self._plan.resident_parts(Tier.DEVICE, Section.GRADIENT, group.segment)
         first = parts[0][0].start
@@ -69,7 +89,8 @@ class Residents:
                 raise TypeError("gradients on the processor are resident")
             self._gradients[group.segment] = memory
         whole = self._gradients[group.segment]
-        return whole.sub((group.start - first) * element_bytes, group.numel * element_bytes)
+        numel = (group.stop if stop is None else stop) - group.start
+        return whole.sub((group.start - first) * element_bytes, numel * element_bytes)
 
     def whole(self, section: Section, segment: int) -> Memory | None:
         """Return the memory of a section of a whole segment, or None if some of it is on NVMe.
@@ -120,7 +141,7 @@ class Residents:
         own_bytes = sum(size for _, size in parts)
         offset = self._position * own_bytes if is_full(self._plan.request, section, segment) else 0
         for group, size in parts:
-            self._parts[section, group.index] = span.sub(offset, size)
+            self._parts[section, group.index] = offset, span.sub(offset, size)
             offset += size
 
 
@@ -152,3 +173,20 @@ class _Arena:
         self._tensor = None
         if self._host is not None:
             self._host.close()
+
+
+def runs(
+    groups: Sequence[SubGroup], section: Section, *, joins: bool
+) -> Iterator[tuple[Sequence[SubGroup], Sequence[SubGroup]]]:
+    """Divide the sub-groups of a segment into those that move at once, each with what follows.
+
+    Those on NVMe move one by one; of the others all that follow each other on one tier, if they
+    are to be joined.
+    """
+    at = 0
+    for tier, found in itertools.groupby(groups, key=lambda group: group.tier(section)):
+        length = len(list(found))
+        step = length if joins and tier is not Tier.NVME else 1
+        for start in range(at, at + length, step):
+            yield groups[start : start + step], groups[start + step :]
+        at += length

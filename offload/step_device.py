@@ -144,6 +144,7 @@ class StreamedUpdate:
         staged = _Staged(group, slot, {}, self._next_buffer)
         offsets = store.sizes.staged(group)
         sizes = store.section_bytes(group)
+        pairs: list[tuple[Memory, Memory]] = []
         for section, size_bytes in sizes.items():
             if section is Section.GRADIENT and self._pass.pieces_of(group.segment) is not None:
                 continue  # its caller keeps it, on the device
@@ -156,9 +157,9 @@ class StreamedUpdate:
             if self._is_blank(group, section):
                 staged.blank.append(section)
                 continue
-            before = last_of(store.gradient_fence(group.segment), self._free_after[staged.buffer])
-            done = device.copy(memory.sub(0, size_bytes), target, before)
-            staged.brought = last_of(staged.brought, done)
+            pairs.append((memory.sub(0, size_bytes), target))
+        before = last_of(store.gradient_fence(group.segment), self._free_after[staged.buffer])
+        staged.brought = device.copy_all(pairs, before)
         if offsets:
             self._next_buffer = (self._next_buffer + 1) % DEVICE_BUFFER_COUNT
         return staged
@@ -206,12 +207,13 @@ class StreamedUpdate:
         scalars = kernel_scalars(self._pass.scalars_of(group))
         prepared = self._prepared(group)
         store.device_kernels.update_parts(parameter, gradients, state, scalars, prepared)
+        pairs: list[tuple[Memory, Memory]] = []
         for section in _CHANGED:
             memory: Memory = store.section_memory(group, section, staged.slot)
             if not isinstance(memory, DeviceMemory):
                 source = staged.memory[section]
-                done = device.copy(source, memory.sub(0, source.size_bytes))
-                staged.taken = last_of(staged.taken, done)
+                pairs.append((source, memory.sub(0, source.size_bytes)))
+        staged.taken = device.copy_all(pairs)
         if staged.taken is not PASSED:
             self._free_after[staged.buffer] = self._last_out = staged.taken
             self._leaving.append(staged.taken)

@@ -17,7 +17,7 @@ from aio_ops import Span
 from estimators import Section, SubGroup
 from estimators.records import HOST_BUFFER_COUNT, aligned_offsets
 from offload.arrays import array_at, clear_bytes
-from offload.device import PASSED, Fence, Memory, last_of
+from offload.device import PASSED, Fence, Memory
 from offload.kernel_queue import UpdateQueue, open_queue
 from offload.ledger import Activity
 from offload.state import state_arrays
@@ -150,13 +150,15 @@ class HostUpdate:
             else:
                 visit.staged.append(section)
         offsets = aligned_offsets({each: sizes[each] for each in visit.staged})
+        pairs: list[tuple[Memory, Memory]] = []
         for section in visit.staged:
             target = self._part(visit.buffer, offsets[section], sizes[section])
             visit.spans[section] = target
             if section is Section.GRADIENT and pieces is not None:
-                self._bring_pieces(visit, pieces, target)
+                pairs += self._piece_pairs(visit, pieces, target)
             elif section is not Section.GRADIENT or has_gradient:
-                self._copy_out(visit, memories[section], target)
+                pairs.append((memories[section], target))
+        visit.brought = store.device.copy_all(pairs, visit.buffer.free_after, aside=True)
         if not has_gradient:
             visit.buffer.free_after.wait()
             clear_bytes(visit.spans[Section.GRADIENT])
@@ -166,9 +168,12 @@ class HostUpdate:
             raise RuntimeError("no host memory was planned for what the host updates")
         return buffer.span.sub(start, size_bytes)
 
-    def _bring_pieces(self, visit: _Visit, pieces: GradientPieces, target: Span) -> None:
-        """Copy to the host the gradients that their caller keeps on the device."""
+    def _piece_pairs(
+        self, visit: _Visit, pieces: GradientPieces, target: Span
+    ) -> list[tuple[Memory, Memory]]:
+        """Return what brings to the host the gradients that their caller keeps on the device."""
         group = visit.group
+        pairs: list[tuple[Memory, Memory]] = []
         element = self._store.plan.request.segments[group.segment].gradient
         found = []
         for start, values in pieces:
@@ -177,15 +182,10 @@ class HostUpdate:
                 continue
             first, size_bytes = (low - group.start), (high - low) * element.size_bytes
             part = target.sub(first * element.size_bytes, size_bytes)
-            source = self._store.device.memory_of(values[low - start : high - start])
-            self._copy_out(visit, source, part)
+            pairs.append((self._store.device.memory_of(values[low - start : high - start]), part))
             found.append((low, array_at(part, element, high - low)))
         visit.pieces = found
-
-    def _copy_out(self, visit: _Visit, source: Memory, target: Span) -> None:
-        after = visit.buffer.free_after
-        done = self._store.device.copy(source, target, after, aside=True)
-        visit.brought = last_of(visit.brought, done)
+        return pairs
 
     def _submit(self, visit: _Visit) -> None:
         store, group = self._store, visit.group
@@ -204,11 +204,13 @@ class HostUpdate:
 
     def _give_back(self, visit: _Visit) -> None:
         store, group, buffer = self._store, visit.group, visit.buffer
-        for section in _CHANGED:
-            if section in visit.staged:
-                target = store.section_memory(group, section, None)
-                done = store.device.copy(visit.spans[section], target, aside=True)
-                buffer.free_after = self._last_in = done
+        pairs = [
+            (visit.spans[section], store.section_memory(group, section, None))
+            for section in _CHANGED
+            if section in visit.staged
+        ]
+        if pairs:
+            buffer.free_after = self._last_in = store.device.copy_all(pairs, aside=True)
         self._free.append(buffer)
         times = self._queue.times(*visit.tickets)
         if times is not None:

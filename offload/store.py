@@ -35,7 +35,7 @@ from offload.kernels import Kernels
 from offload.kernels_device import DeviceKernels, load_device_kernels
 from offload.ledger import Ledger
 from offload.pager import Pager, PagerFailedError
-from offload.residents import Residents
+from offload.residents import Residents, runs
 from offload.sharing import sharing_of
 from offload.slots import Slot, carve_slots
 from offload.transfers import SlotTransfers
@@ -223,20 +223,21 @@ class Store:
             PageError: if a transfer failed.
         """
         accumulate = self._has_gradient[segment]
-        groups = self.plan.by_segment[segment]
         fence = PASSED
-        for position, group in enumerate(groups):
-            start, size = _byte_range(self.plan, group, Section.GRADIENT)
-            part = shard.sub(start, size)
+        for run, following in runs(
+            self.plan.by_segment[segment], Section.GRADIENT, joins=not accumulate
+        ):
+            start, size = _byte_range(self.plan, run, Section.GRADIENT)
+            part, group = shard.sub(start, size), run[0]
             if group.on_nvme(Section.GRADIENT):
-                following = groups[position + 1 :] if accumulate else ()
-                slot = self._lend_gradient(group, following, accumulate=accumulate)
+                ahead = following if accumulate else ()
+                slot = self._lend_gradient(group, ahead, accumulate=accumulate)
                 stored = slot.section(Section.GRADIENT).sub(0, size)
                 slot.fence = _accumulate(self, group, stored, part, accumulate=accumulate)
                 fence = last_of(fence, slot.fence)
                 self._require_pager().page_out(slot, _GRADIENT)
                 continue
-            resident = self.residents.part(Section.GRADIENT, group)
+            resident = self.residents.stretch(Section.GRADIENT, run)
             done = _accumulate(self, group, resident, part, accumulate=accumulate)
             fence = last_of(fence, done)
             count_use(self.ledger, Section.GRADIENT, group, size)
@@ -327,21 +328,20 @@ class Store:
 
     def _read_section(self, section: Section, segment: int, target: Memory) -> Fence:
         """Copy parameters or gradients of a whole segment into `target`."""
-        groups = self.plan.by_segment[segment]
         fence = PASSED
         is_gradient = section is Section.GRADIENT
         earlier = self.gradient_fence(segment) if is_gradient else self.update_fence
-        for position, group in enumerate(groups):
-            start, size = _byte_range(self.plan, group, section)
-            part = target.sub(start, size)
+        for run, following in runs(self.plan.by_segment[segment], section, joins=True):
+            start, size = _byte_range(self.plan, run, section)
+            part, group = target.sub(start, size), run[0]
             if not group.on_nvme(section):
-                resident = self.residents.part(section, group)
+                resident = self.residents.stretch(section, run)
                 fence = last_of(fence, self.device.copy(resident, part, earlier))
                 count_use(self.ledger, section, group, size)
                 continue
             pager = self._require_pager()
-            following = _sections_on_nvme(groups[position + 1 :], section)
-            slot = pager.page_in(_extent(group), frozenset({section}), following)
+            ahead = _sections_on_nvme(following, section)
+            slot = pager.page_in(_extent(group), frozenset({section}), ahead)
             slot.fence = self.device.copy(slot.section(section).sub(0, size), part)
             fence = last_of(fence, slot.fence)
             pager.release(slot)
@@ -467,11 +467,12 @@ def _sections_on_nvme(
             yield group.extent, frozenset({section})
 
 
-def _byte_range(plan: MemoryPlan, group: SubGroup, section: Section) -> tuple[int, int]:
-    """Return where a sub-group lies in its shard of parameters or gradients, in bytes."""
-    spec = plan.request.segments[group.segment]
+def _byte_range(plan: MemoryPlan, run: Sequence[SubGroup], section: Section) -> tuple[int, int]:
+    """Return where consecutive sub-groups lie in a shard of parameters or gradients, in bytes."""
+    spec = plan.request.segments[run[0].segment]
     element = spec.gradient if section is Section.GRADIENT else spec.element
-    return group.start * element.size_bytes, group.numel * element.size_bytes
+    start, stop = run[0].start, run[-1].stop
+    return start * element.size_bytes, (stop - start) * element.size_bytes
 
 
 def count_use(ledger: Ledger, section: Section, group: SubGroup, size_bytes: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from estimators import PREFETCH_LIMIT, AheadLimit, StateFormat, Tier
+from estimators import PREFETCH_LIMIT, AheadLimit, PlanError, StateFormat, Tier
 from estimators.activations import Batch
 from estimators.estimate import estimate
 from estimators.inputs import Node, PlanInputs
@@ -128,8 +128,8 @@ def within_peer(row: Row, sizes: Sizes, peer: dict[str, Any]) -> Row:
         return row
     peak = GB * float(peer["gpu_peak_gb"])
     if row.fills_device:
-        # Where parameters page, peaks were up to 4 % above what was planned.
-        return _within_peak(row, sizes, max(int(peak), 2 * GB), 2 * GB, 0.95 * peak)
+        # Where parameters move, peaks were up to 1 % above what was planned.
+        return _within_peak(row, sizes, max(int(peak), GB), GB, 0.98 * peak)
     if isinstance(row.device_memory, str):
         return row
     return _within_peak(row, sizes, row.device_memory, 4 * GB, 0.998 * peak)
@@ -137,10 +137,20 @@ def within_peer(row: Row, sizes: Sizes, peer: dict[str, Any]) -> Row:
 
 def _within_peak(row: Row, sizes: Sizes, budget: int, least: int, peak: float) -> Row:
     """Return a row with the largest device budget, a whole number of steps below the given one,
-    whose planned peak is no more than `peak`; with about the least one if all plan more."""
+    whose planned peak is no more than `peak`.
+
+    If all plan more it is about the least one, or the last that holds what must be there; the row
+    itself if none does.
+    """
+    fitted = row
     while True:
-        fitted = replace(row, device_memory=budget)
-        if budget <= least or planned_device_bytes(fitted, sizes) <= peak:
+        smaller = replace(row, device_memory=budget)
+        try:
+            planned = planned_device_bytes(smaller, sizes)
+        except PlanError:
+            return fitted
+        fitted = smaller
+        if planned <= peak or budget <= least:
             return fitted
         budget -= _STEP_BYTES
 

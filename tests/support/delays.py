@@ -24,7 +24,7 @@ import zero
 from aio_ops import Engine, SimulatedDisk, open_engine
 from aio_ops.memory import Span
 from aio_ops.transfer import Ticket, Transfer, TransferFile
-from offload.device import Fence, Memory
+from offload.device import Fence, Pairs
 from tests.support.simulated_device import SimulatedDevice
 from zero.rendezvous import Rendezvous
 
@@ -178,9 +178,9 @@ class DelayedDevice(SimulatedDevice):
         super().__init__(seed)
         self._delays = delays
 
-    def _start(self, way: str, source: Memory, target: Memory, after: Fence) -> Fence:
+    def _start(self, way: str, pairs: Pairs, after: Fence) -> Fence:
         self._delays.pause("issue of a copy")
-        return super()._start(way, source, target, after)
+        return super()._start(way, pairs, after)
 
     def catch_up(self, fence: Any) -> None:
         self._delays.pause("completion of a copy")

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio_ops import HostArena, Span
 from offload.arrays import copy_bytes
-from offload.device import PASSED, Fence, Memory, SeparateDevice
+from offload.device import PASSED, Fence, Memory, Pairs, SeparateDevice
 
 
 class Held:
@@ -130,11 +130,13 @@ class SimulatedDevice(SeparateDevice):
 
         return finish
 
-    def _start(self, way: str, source: Memory, target: Memory, after: Fence) -> Fence:
-        if after is PASSED or (isinstance(after, _Late) and after.is_over):
-            Held(target).span().view()[:] = b"\xff" * target.size_bytes
-        fence = _LateCopy(self, self._queues[way], Held(source), Held(target), after)
-        self._queues[way].append(fence)
+    def _start(self, way: str, pairs: Pairs, after: Fence) -> Fence:
+        fence: Fence = PASSED
+        for source, target in pairs:
+            if after is PASSED or (isinstance(after, _Late) and after.is_over):
+                Held(target).span().view()[:] = b"\xff" * target.size_bytes
+            fence = _LateCopy(self, self._queues[way], Held(source), Held(target), after)
+            self._queues[way].append(fence)
         return fence
 
     def beside(
