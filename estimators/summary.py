@@ -438,3 +438,9 @@ def step_traffic(
             read[section] += reads * size
             written[section] += writes * size
     return StepTraffic(read, written)
+
+
+def spares_nvme(plan: MemoryPlan) -> bool:
+    """Tell whether memory holds all that might have rested on NVMe: no swap file is made."""
+    may_page = Tier.NVME in (plan.request.parameter_tier, plan.request.optimizer_tier)
+    return may_page and not plan.swap_file_bytes

@@ -16,6 +16,8 @@ _BYTES = {
 _MOST = 1e30
 _COUNTS = {**_DECIMAL, "b": 10**9}
 
+NVME_IS_SPARED = "Nothing rests on NVMe: memory holds all of it, and no swap file is made."
+
 
 def parse_bytes(text: str) -> int:
     """Return bytes written as `24GB` (powers of ten), `24GiB` (of two), or a number.

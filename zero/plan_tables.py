@@ -13,7 +13,8 @@ from estimators.estimate import Estimate
 from estimators.fit import Choice, Purchase
 from estimators.inputs import DeviceKind, PlanInputs
 from estimators.models import ModelShape
-from estimators.words import bytes_text, count_text, seconds_text
+from estimators.summary import spares_nvme
+from estimators.words import NVME_IS_SPARED, bytes_text, count_text, seconds_text
 
 _DEVICE_NAMES = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.NVME: "nvme"}
 
@@ -99,7 +100,8 @@ def _verdict(estimate: Estimate) -> list[str]:
     if estimate.nvme_bytes and node.nvme_bytes is None:
         needed = bytes_text(estimate.nvme_bytes * node.gpus)
         conditions.append(f"the drives of a node have {needed} (--nvme was not given)")
-    return [f"It fits if {' and '.join(conditions)}." if conditions else "It fits."]
+    fits = f"It fits if {' and '.join(conditions)}." if conditions else "It fits."
+    return [fits, NVME_IS_SPARED] if spares_nvme(estimate.memory) else [fits]
 
 
 def time_lines(estimate: Estimate) -> list[str]:

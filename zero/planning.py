@@ -29,6 +29,8 @@ from estimators import (
     may_share,
     plan_placement,
 )
+from estimators.summary import spares_nvme
+from estimators.words import NVME_IS_SPARED
 from offload import (
     Device,
     HostDevice,
@@ -432,6 +434,8 @@ def plan_table(plan: Plan) -> Table:
         f"host budget: {plan.host_budget_source}",
         f"drive: {_describe_rates(request.rates)}",
     ]
+    if spares_nvme(memory):
+        caption.append(NVME_IS_SPARED)
     table.caption = "\n".join(caption)
     table.caption_justify = "left"
     return table

@@ -57,6 +57,17 @@ def test_a_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in printed, text
 
 
+def test_a_plan_says_where_memory_holds_what_might_have_paged(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for host, is_spared in (("512GB", True), ("8GB", False)):
+        code = main(["plan", "llama-3.2-3b", *MACHINE, *OFFLOADED, "--host", host])
+        assert code == 0
+        assert ("Nothing rests on NVMe" in capsys.readouterr().out) is is_spared
+    main(["plan", "llama-3.2-3b", *MACHINE, "--host", "512GB"])
+    assert "Nothing rests on NVMe" not in capsys.readouterr().out
+
+
 def test_what_does_not_fit_is_exit_1_and_what_is_wrong_2(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
