@@ -12,6 +12,8 @@ from estimators.segments import PlacementRequest, Tier
 
 _ROUNDS = 3
 """Updates of each kind that are compared."""
+_WORTH = 0.95
+"""Part of the device's time that a shared update may take: it takes cores and memory as well."""
 _WATCHED = 8
 """Shared updates, the last ones, that must not be slower than the device alone was."""
 
@@ -42,8 +44,9 @@ class ShareTrial:
     """Tells, from the seconds of updates so far, whether the next one is shared.
 
     The first update is shared and not counted: kernels are compiled in it. Those after it are by
-    turns shared and of the device alone; from then on it is whichever took less (the median). A
-    trial starts anew once shared updates take longer than the device alone did.
+    turns shared and of the device alone; from then on they are shared if that took less by a
+    twentieth (the median). A trial starts anew once shared updates take longer than the device
+    alone did.
     """
 
     def __init__(self) -> None:
@@ -62,7 +65,7 @@ class ShareTrial:
         """Whether the next update is shared."""
         if self.is_open:
             return len(self._shared) <= len(self._alone)
-        return statistics.median(self._shared) < statistics.median(self._alone)
+        return statistics.median(self._shared) < _WORTH * statistics.median(self._alone)
 
     def note(self, seconds: float, *, shared: bool) -> None:
         """Count an update."""
