@@ -6,18 +6,19 @@ first, reads and writes both: a byte of a parameter is read for the forward and 
 micro-batch and for the update, and written once; a byte of a gradient is read and written once a
 micro-batch; a byte of state once a step. The last section that does not fit as a whole is cut in
 two, so the budget is used to the page and NVMe traffic falls linearly with it. Spare memory of a
-device that updates is spent first, in the same order, by whole segments. Slots are sized
-before anything is pinned, because without them nothing moves; they stay a small part of what pages.
+device that updates is spent first, in the same order: parameters and gradients by whole segments,
+state by sub-groups. Slots are sized before anything is pinned, because without them nothing moves;
+they stay a small part of what pages.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from estimators.layout import SHARD_ALIGNMENT_NUMEL, align_down, align_up, split_evenly_bounded
-from estimators.rates import ASSUMED_RATES
+from estimators.pinning import Part, Pinning, fitting_numel
 from estimators.records import (
     Extent,
     Section,
@@ -34,7 +35,6 @@ from estimators.summary import (
     RESIDENT_ALIGNMENT_BYTES,
     MemoryPlan,
     SlotPlan,
-    moves_per_step,
     place_whole_tensors,
     resident_bytes,
     resident_copies,
@@ -52,11 +52,11 @@ SLOT_EFFICIENT_BYTES = 1 << 20
 SLOT_COUNTS = (6, 5, 4, 3, 2)
 """One being updated, the others read ahead or written behind."""
 
+_FILLING_ROUNDS = 8
+"""How often more of a device is tried to be spent, at most."""
+
 PAGED_SHARE = 16
 """Slots take up to this part of what pages: more would push out what they carry."""
-
-_PINNING_ORDER = (Section.PARAMETER, Section.GRADIENT, Section.STATE)
-"""Which section is pinned first where two save the same."""
 
 
 class PlanError(ValueError):
@@ -83,24 +83,10 @@ def largest_fitting_numel(
     request: PlacementRequest, segment: SegmentSpec, slot_bytes: int, cap: int
 ) -> int:
     """Return the most elements of `segment` whose staged sections fit `slot_bytes` (0 if none)."""
-    return _fitting_numel(
+    return fitting_numel(
         lambda numel: staged_bytes(request, segment, numel) <= slot_bytes,
         align_down(cap, SHARD_ALIGNMENT_NUMEL),
     )
-
-
-def _fitting_numel(fits: Callable[[int], bool], cap: int) -> int:
-    """Return the most elements up to `cap`, itself or whole cache lines, that fit (0 if none)."""
-    if fits(cap):
-        return cap
-    low, high = 0, cap // SHARD_ALIGNMENT_NUMEL
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle * SHARD_ALIGNMENT_NUMEL):
-            low = middle
-        else:
-            high = middle - 1
-    return low * SHARD_ALIGNMENT_NUMEL
 
 
 def _full_slot_bytes(request: PlacementRequest) -> int:
@@ -183,44 +169,60 @@ def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
     """
     _check_request(request)
     _check_host(request, budget)
-    parts = [
-        [_Part(index, start, stop) for start, stop in bounds]
-        for index, bounds in enumerate(_cut(request, None))
-    ]
     slots = SlotPlan(0, 0)
     if _pages(request, budget):
         slots = plan_slots(request, budget.host_bytes - _must_stay_bytes(request))
-        parts = [
-            [_Part(index, start, stop) for start, stop in bounds]
-            for index, bounds in enumerate(_cut(request, slots))
-        ]
-    host_bytes = budget.host_bytes - slots.total_bytes - host_fixed_bytes(request)
-    spare = _spare_device_bytes(request, budget, parts, slots)
-    pinning = _Pinning(request, host_bytes, spare)
-    pinning.run(parts)
-    sub_groups, swap_bytes = _build_sub_groups(request, parts)
-    whole = place_whole_tensors(request, pinning.left_bytes, swap_bytes)
-    swap_bytes += whole.area_bytes
-    plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes, whole=whole)
+    plan = _fill(request, budget, slots)
     if request.durable:
         copies = resident_copies(plan)
-        swap_bytes += 2 * sum(copy.size_bytes for copy in copies)
+        swap_bytes = plan.swap_file_bytes + 2 * sum(copy.size_bytes for copy in copies)
         plan = replace(plan, resident_copies=copies, swap_file_bytes=swap_bytes)
     _check_other_tiers(plan, budget)
     return plan
 
 
-def _spare_device_bytes(
-    request: PlacementRequest, budget: Budget, parts: list[list[_Part]], slots: SlotPlan
-) -> int:
-    """Return the device memory that nothing needs: what may rest elsewhere can rest there."""
+def _fill(request: PlacementRequest, budget: Budget, slots: SlotPlan) -> MemoryPlan:
+    """Return a plan that spends the budgets.
+
+    What rests on a device need not come there any more: the memory that this spares is spent on
+    more of it, until nothing changes.
+    """
+    host_bytes = budget.host_bytes - slots.total_bytes - host_fixed_bytes(request)
+    plan = _place(request, budget, slots, (host_bytes, 0))
     if budget.device_bytes is None or not request.update_on_device:
-        return 0
-    copies = [[_Part(each.segment, each.start, each.stop) for each in row] for row in parts]
-    _Pinning(request, 0, 0).run(copies)
-    sub_groups, swap_bytes = _build_sub_groups(request, copies)
-    plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes)
-    return max(budget.device_bytes - plan.device_bytes, 0)
+        return plan
+    spare, too_much = 0, None
+    for _ in range(_FILLING_ROUNDS):
+        extra = budget.device_bytes - plan.device_bytes
+        if too_much is not None:
+            extra = min(extra, (too_much - spare) // 2)
+        if extra < RESIDENT_ALIGNMENT_BYTES:
+            break
+        fuller = _place(request, budget, slots, (host_bytes, spare + extra))
+        if fuller.device_bytes > budget.device_bytes:
+            too_much = spare + extra
+            continue
+        is_the_same = fuller.sub_groups == plan.sub_groups
+        plan, spare = fuller, spare + extra
+        if is_the_same and too_much is None:
+            break
+    return plan
+
+
+def _place(
+    request: PlacementRequest, budget: Budget, slots: SlotPlan, spend: tuple[int, int]
+) -> MemoryPlan:
+    """Return the plan that spends so many bytes of the host and of the device."""
+    cuts = _cut(request, slots if slots.count else None)
+    parts = [
+        [Part(index, start, stop) for start, stop in bounds] for index, bounds in enumerate(cuts)
+    ]
+    pinning = Pinning(request, *spend)
+    pinning.run(parts)
+    sub_groups, swap_bytes = _build_sub_groups(request, parts)
+    whole = place_whole_tensors(request, pinning.left_bytes, swap_bytes)
+    swap_bytes += whole.area_bytes
+    return MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes, whole=whole)
 
 
 def _check_request(request: PlacementRequest) -> None:
@@ -351,111 +353,8 @@ def _cut(request: PlacementRequest, slots: SlotPlan | None) -> list[list[tuple[i
     return cuts
 
 
-class _Part:
-    """A sub-group in the making."""
-
-    def __init__(self, segment: int, start: int, stop: int) -> None:
-        self.segment = segment
-        self.start = start
-        self.stop = stop
-        self.tiers: dict[Section, Tier] = {}
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    def split(self, numel: int) -> _Part:
-        """Keep the first `numel` elements and return the rest, with the same tiers so far."""
-        rest = _Part(self.segment, self.start + numel, self.stop)
-        rest.tiers = dict(self.tiers)
-        self.stop = self.start + numel
-        return rest
-
-
-class _Pinning:
-    """Spends the budgets on the sections that save most, see [Note: placement]."""
-
-    def __init__(self, request: PlacementRequest, host_bytes: int, device_bytes: int) -> None:
-        self._request = request
-        self._left_bytes = host_bytes
-        self._device_left_bytes = device_bytes
-        self._lowest = [lowest_tiers(request, segment) for segment in request.segments]
-        cap = request.max_host_parameter_numel
-        self._parameters_left_numel = cap if request.parameter_tier is Tier.NVME else None
-
-    @property
-    def left_bytes(self) -> int:
-        """Host bytes that nothing has taken."""
-        return self._left_bytes
-
-    def run(self, parts: list[list[_Part]]) -> None:
-        """Set the tiers of all parts of all segments; some part may be cut in two."""
-        for section, segment in self._classes():
-            lowest = self._lowest[segment][section]
-            if lowest is Tier.DEVICE or self._takes_device(section, segment, parts[segment]):
-                for part in parts[segment]:
-                    part.tiers[section] = Tier.DEVICE
-            else:
-                self._pin(section, segment, parts[segment])
-
-    def _takes_device(self, section: Section, segment: int, parts: list[_Part]) -> bool:
-        """Spend spare device memory on a section of a segment, if all of it fits."""
-        spec = self._request.segments[segment]
-        bounds = [(part.start, part.stop) for part in parts]
-        size_bytes = resident_bytes(_bytes_of(self._request, spec, bounds)[section])
-        if size_bytes > self._device_left_bytes:
-            return False
-        self._device_left_bytes -= size_bytes
-        return True
-
-    def _classes(self) -> Iterator[tuple[Section, int]]:
-        """Yield `(section, segment)`: what must rest on the host, then what saves most per byte."""
-        rates = self._request.rates or ASSUMED_RATES
-        ordered = []
-        for index, spec in enumerate(self._request.segments):
-            updated = spec.trainable and self._request.trains
-            for section in section_bytes(self._request, spec, 0):
-                moves = moves_per_step(section, self._request.micro_batches, updated=updated)
-                is_optional = self._lowest[index][section] is Tier.NVME
-                rank = _PINNING_ORDER.index(section)
-                ordered.append((is_optional, -rates.seconds(*moves), rank, index, section))
-        for _, _, _, index, section in sorted(ordered):
-            yield section, index
-
-    def _pin(self, section: Section, segment: int, parts: list[_Part]) -> None:
-        """Let as much of a section of a segment rest on the host as the budget holds."""
-        spec = self._request.segments[segment]
-        held_bytes = 0
-        position = 0
-        while position < len(parts):
-            part = parts[position]
-            position += 1
-            room_bytes = (
-                align_down(resident_bytes(held_bytes) + self._left_bytes, RESIDENT_ALIGNMENT_BYTES)
-                - held_bytes
-            )
-            numel = _fitting_numel(
-                lambda numel: section_bytes(self._request, spec, numel)[section] <= room_bytes,  # noqa: B023
-                part.numel,
-            )
-            if section is Section.PARAMETER and self._parameters_left_numel is not None:
-                numel = min(numel, align_down(self._parameters_left_numel, SHARD_ALIGNMENT_NUMEL))
-            if numel < part.numel:
-                if numel:
-                    parts.insert(position, part.split(numel))
-                else:
-                    part.tiers[section] = self._lowest[segment][section]
-                    continue
-            size_bytes = section_bytes(self._request, spec, numel)[section]
-            self._left_bytes -= resident_bytes(held_bytes + size_bytes) - resident_bytes(held_bytes)
-            held_bytes += size_bytes
-            if section is Section.PARAMETER and self._parameters_left_numel is not None:
-                self._parameters_left_numel -= numel
-            part.tiers[section] = Tier.HOST
-
-
 def _build_sub_groups(
-    request: PlacementRequest, parts: list[list[_Part]]
+    request: PlacementRequest, parts: list[list[Part]]
 ) -> tuple[tuple[SubGroup, ...], int]:
     """Return the sub-groups with their extents, and the bytes of the swap file."""
     sub_groups: list[SubGroup] = []

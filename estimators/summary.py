@@ -154,8 +154,8 @@ class MemoryPlan(DurableBytes, UnshardedBytes):
 
     def segment_tier(self, segment: int, section: Section) -> Tier | None:
         """Return the lowest tier on which some of a segment's section rests (None: has none)."""
-        tiers = [group.tier(section) for group in self.by_segment[segment]]
-        return Tier.NVME if Tier.NVME in tiers else (tiers[0] if tiers else None)
+        tiers = {group.tier(section) for group in self.by_segment[segment]}
+        return next((tier for tier in (Tier.NVME, Tier.HOST, Tier.DEVICE) if tier in tiers), None)
 
     def resident_parts(
         self, tier: Tier, section: Section, segment: int

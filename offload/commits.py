@@ -59,7 +59,9 @@ class StoreCommits:
             tickets: list[tuple[ResidentCopy, Ticket]] = []
             try:
                 for copy in self._plan.resident_copies:
-                    if not isinstance(store.residents.memory(copy.section, copy.segment), Span):
+                    if not isinstance(
+                        store.residents.memory(copy.tier, copy.section, copy.segment), Span
+                    ):
                         store.engine.drain()  # one copy of what rests on a device at a time
                     ticket = self._write_resident(copy)
                     if ticket is not None:
@@ -111,7 +113,7 @@ class StoreCommits:
 
     def _write_resident(self, copy: ResidentCopy) -> Ticket | None:
         """Start to write one resident copy; None if it is as the last commit has it."""
-        span = self._on_host(self._store.residents.memory(copy.section, copy.segment))
+        span = self._on_host(self._store.residents.memory(copy.tier, copy.section, copy.segment))
         checksum = checksum_of(span)
         place = copy.offsets[0]
         known = self._copies.current(place)
@@ -177,7 +179,7 @@ class StoreCommits:
                     raise self._corrupt(f"it does not have the parameters of {extent.name}")
 
     def _read_resident(self, copy: ResidentCopy, entry: CopyEntry) -> int:
-        memory = self._store.residents.memory(copy.section, copy.segment)
+        memory = self._store.residents.memory(copy.tier, copy.section, copy.segment)
         span = self._on_host(memory)
         self._store.engine.submit_read(self._file, copy.offsets[entry.copy], span).wait()
         if checksum_of(span) != entry.checksum:

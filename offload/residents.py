@@ -19,7 +19,7 @@ _MEMORY_TIERS = (Tier.DEVICE, Tier.HOST)
 
 
 class Residents:
-    """One span for each section of a segment: its resident sub-groups, contiguous and in order."""
+    """One span for what of a section of a segment rests on a tier: contiguous and in order."""
 
     def __init__(self, plan: MemoryPlan, device: Device, position: int = 0) -> None:
         self._plan = plan
@@ -36,7 +36,7 @@ class Residents:
         }
         self._gradients: dict[int, DeviceMemory] = {}
         """Gradients on a device, by segment: there from their first use until they are dropped."""
-        self._spans: dict[tuple[Section, int], Memory] = {}
+        self._spans: dict[tuple[Tier, Section, int], Memory] = {}
         self._parts: dict[tuple[Section, int], tuple[int, Memory]] = {}
         """Of each sub-group where it begins in the span of its segment, and its memory."""
         for tier in _MEMORY_TIERS:
@@ -62,7 +62,7 @@ class Residents:
         if first is last:
             return part
         last_start, last_part = self._parts[section, last.index]
-        whole = self._spans[section, first.segment]
+        whole = self._spans[_tier_of(first, section), section, first.segment]
         return whole.sub(start, last_start + last_part.size_bytes - start)
 
     def drop_gradients(self) -> None:
@@ -93,16 +93,17 @@ class Residents:
         return whole.sub((group.start - first) * element_bytes, numel * element_bytes)
 
     def whole(self, section: Section, segment: int) -> Memory | None:
-        """Return the memory of a section of a whole segment, or None if some of it is on NVMe.
+        """Return the memory of a section of a whole segment, or None if it is not in one place.
 
         It is this rank's shard, or everything where each rank has that in full.
         """
         groups = self._plan.by_segment[segment]
         if not groups:
             return Span(0, 0, None)  # only parameters without elements
-        if any((section, group.index) not in self._parts for group in groups):
+        tiers = {group.tier(section) for group in groups}
+        if len(tiers) > 1 or (section, groups[0].index) not in self._parts:
             return None
-        return self._spans[section, segment]
+        return self._spans[_tier_of(groups[0], section), section, segment]
 
     def spans(self, tier: Tier, section: Section) -> list[Memory]:
         """Return all memory of a class on a tier."""
@@ -110,13 +111,13 @@ class Residents:
             return list(self._gradients.values())
         return [
             span
-            for (kind, segment), span in self._spans.items()
-            if kind is section and self._plan.resident_parts(tier, section, segment)
+            for (there, kind, _), span in self._spans.items()
+            if there is tier and kind is section
         ]
 
-    def memory(self, section: Section, segment: int) -> Memory:
-        """Return the memory of what of a segment's section rests here, whole pages."""
-        return self._spans[section, segment]
+    def memory(self, tier: Tier, section: Section, segment: int) -> Memory:
+        """Return the memory of what of a segment's section rests on a tier, whole pages."""
+        return self._spans[tier, section, segment]
 
     def arena_bytes(self, tier: Tier) -> int:
         """Return the bytes that were carved on a tier."""
@@ -137,12 +138,19 @@ class Residents:
         span = self._arenas[tier, section].carve(
             self._plan.resident_segment_bytes(tier, section, segment)
         )
-        self._spans[section, segment] = span
+        self._spans[tier, section, segment] = span
         own_bytes = sum(size for _, size in parts)
         offset = self._position * own_bytes if is_full(self._plan.request, section, segment) else 0
         for group, size in parts:
             self._parts[section, group.index] = offset, span.sub(offset, size)
             offset += size
+
+
+def _tier_of(group: SubGroup, section: Section) -> Tier:
+    tier = group.tier(section)
+    if tier is None:
+        raise RuntimeError(f"a sub-group of segment {group.segment} has no {section.name.lower()}")
+    return tier
 
 
 class _Arena:

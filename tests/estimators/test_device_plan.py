@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from estimators import (
     LIVE_LIMIT,
@@ -21,7 +23,7 @@ from estimators import (
     plan_placement,
 )
 from estimators.placement import PlanError
-from estimators.records import DEVICE_BUFFER_COUNT, STAGED_BYTES
+from estimators.records import DEVICE_BUFFER_COUNT, STAGED_BYTES, section_bytes
 
 MILLION = 1_000_000
 GB = 1_000_000_000
@@ -128,7 +130,7 @@ def test_an_update_by_the_processor_is_staged_in_the_host_budget() -> None:
 
 
 @pytest.mark.parametrize("spare", [0, 100 * MILLION, 200 * MILLION, GB])
-def test_spare_device_memory_is_spent_on_whole_segments_and_never_exceeded(spare: int) -> None:
+def test_spare_device_memory_is_spent_and_never_exceeded(spare: int) -> None:
     asked = request(Tier.HOST, Tier.NVME)
     least = plan_placement(asked, Budget(300 * MILLION)).device_bytes
     plan = plan_placement(asked, Budget(300 * MILLION, least + spare))
@@ -140,6 +142,39 @@ def test_spare_device_memory_is_spent_on_whole_segments_and_never_exceeded(spare
         assert plan.swap_file_bytes == 0
     unknown = plan_placement(asked, Budget(300 * MILLION))
     assert Tier.DEVICE not in [tier for section in Section for tier in tiers(unknown, section)]
+
+
+@given(
+    st.sampled_from([(Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.NVME), (Tier.HOST, Tier.NVME)]),
+    st.sampled_from(list(StateFormat)),
+    st.integers(0, 900 * MILLION),
+    st.integers(200 * MILLION, GB),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_left_of_a_device_holds_no_state_of_a_sub_group(
+    lowest: tuple[Tier, Tier], state_format: StateFormat, spare: int, host: int
+) -> None:
+    """Parameters and gradients move up by whole segments, state by sub-groups."""
+    asked = dataclasses.replace(request(*lowest), state_format=state_format)
+    least = plan_placement(asked, Budget(GB)).device_bytes
+    plan = plan_placement(asked, Budget(GB if lowest[1] is Tier.HOST else host, least + spare))
+    left = least + spare - plan.device_bytes
+    assert left >= 0
+    for index in range(len(asked.segments)):
+        for section in (Section.GRADIENT, Section.PARAMETER):
+            found = {group.tier(section) for group in plan.by_segment[index]}
+            assert Tier.DEVICE not in found or found == {Tier.DEVICE}
+        on_device = [group.tier(Section.STATE) is Tier.DEVICE for group in plan.by_segment[index]]
+        assert on_device == sorted(on_device, reverse=True)
+    elsewhere = [each for each in plan.sub_groups if each.tier(Section.STATE) is not Tier.DEVICE]
+    sections = [
+        section_bytes(asked, asked.segments[group.segment], group.numel)[section]
+        for group in elsewhere
+        for section in Section
+        if group.tier(section) is not Tier.DEVICE
+    ]
+    if lowest[0] is Tier.DEVICE and elsewhere:
+        assert left < 2 * max(sections)
 
 
 def test_buffers_of_the_update_count_where_they_are_the_peak() -> None:
