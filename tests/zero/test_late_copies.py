@@ -260,6 +260,8 @@ def test_spare_device_memory_is_used(
     assert {(Section.PARAMETER, Tier.DEVICE), (Section.GRADIENT, Tier.DEVICE)} <= tiers
     assert {(Section.STATE, Tier.DEVICE), (Section.STATE, below)} <= tiers
     assert plan.device_bytes <= 12_000_000
+    of_segments = [{each.tier(Section.STATE) for each in groups} for groups in plan.by_segment]
+    assert {Tier.DEVICE, below} in of_segments  # state of one segment rests on both
     assert made[-1].copied_bytes["out"] > 0
     expected = on_the_processor(cell, module_scratch)
     assert found["mismatches"] == []
