@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from offload import Device, checksums_of_all
+from offload import Device, Ledger, checksums_of_all
 from zero.aliases import device_checksums
 from zero.gradients import GradientReducer
 from zero.late import begin_late_comparison, known_checksums
+from zero.replicated import gather_shards
 from zero.runtime import Runtime
 from zero.unit import Segment
 
@@ -42,6 +43,29 @@ def begin_audit(segments: Sequence[Segment], device: Device) -> Callable[[], Non
             start = stop
 
     return finish
+
+
+def accept_updated(segments: Sequence[Segment], ledger: Ledger) -> None:
+    """Take over what each rank has in its shards, and count all values as unchanged; a collective.
+
+    Checksums of what rests in place on a device are issued at once.
+    """
+    for segment in segments:
+        gather_shards(segment, ledger)
+    summed, sizes = [], []
+    for segment in segments:
+        sums = known_checksums(segment)
+        if not segment.is_in_place:
+            continue
+        if sums is None:
+            segment.accept_changes()
+            continue
+        summed.append(segment)
+        sizes.append(len(sums))
+    if summed:
+        found = checksums_of_all([(device_checksums(each), each.flat) for each in summed])
+        for segment, sums in zip(summed, torch.split(found, sizes), strict=True):
+            segment.accept_changes(sums=sums)
 
 
 def norm_and_audit(runtime: Runtime, reducer: GradientReducer) -> float:

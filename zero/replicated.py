@@ -22,11 +22,16 @@ def gather_values(segment: Segment, ledger: Ledger) -> None:
 
     Where they do, the values count as unchanged from then on.
     """
+    gather_shards(segment, ledger)
+    if segment.is_in_place:
+        segment.accept_changes()
+
+
+def gather_shards(segment: Segment, ledger: Ledger) -> None:
+    """Take over what the others have in their shards where all values rest in place."""
     communicator = segment.communicator
     if segment.is_replicated:
         with ledger.timing(Activity.COLLECTIVE):
             communicator.agree(segment.index, f"the new values of unit {segment.spec.unit}")
             communicator.all_gather_in_place(segment.flat)
         ledger.exchanged(GATHERED, segment.flat.nbytes, communicator.world_size)
-    if segment.is_in_place:
-        segment.accept_changes()

@@ -261,8 +261,8 @@ class Segment:
                 return member.parameter, values
         return None
 
-    def accept_changes(self, position: int | None = None) -> None:
-        """Take the current values as unchanged, or those of one parameter."""
+    def accept_changes(self, position: int | None = None, sums: Checksums | None = None) -> None:
+        """Take the current values as unchanged, or those of one parameter; `sums` are of all."""
         self._sums_hold = False
         self.audited = None
         if position is None:
@@ -272,7 +272,7 @@ class Segment:
         if not (self._has_masters or self._is_exposed):
             return
         if position is None:
-            self._checksums = self.checksums()
+            self._checksums = self.checksums() if sums is None else sums
         else:
             self._checksums[position] = self.checksums([position])[0]  # type: ignore[assignment]
 

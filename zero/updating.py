@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload import update
+from zero.audit import accept_updated
 from zero.optimizer import UpdateGroup, ZeroOptimizer
-from zero.replicated import gather_values
 from zero.runtime import Runtime
 from zero.state_formats import rounding_of
 from zero.whole import WholeOptimizer, update_whole
@@ -42,6 +42,4 @@ def run_update(
             lambda index: reducer.kept.pieces(segments[index]) if reducer is not None else None,
             rounding_of(segments, rounding_seed, step),
         )
-    for segment in segments:
-        if segment.spec.trainable:
-            gather_values(segment, store.ledger)
+    accept_updated([each for each in segments if each.spec.trainable], store.ledger)
