@@ -99,9 +99,13 @@ class SquaredNorms:
     def _sum_blocks(
         self, orders: Sequence[int], values: Sequence[torch.Tensor], firsts: Sequence[int]
     ) -> None:
-        """Have the device sum the squares of the norm's blocks, those of all tensors at once."""
-        counts = [
-            block_count(each.numel(), first) for each, first in zip(values, firsts, strict=True)
-        ]
-        sums = self._store.device_kernels.block_sums_of(list(zip(values, firsts, strict=True)))
-        self._on_device.update(zip(orders, torch.split(sums, counts), strict=True))
+        """Have the device sum the squares of the norm's blocks, all tensors of a type at once."""
+        by_type: dict[torch.dtype, list[tuple[int, tuple[torch.Tensor, int]]]] = {}
+        for order, each, first in zip(orders, values, firsts, strict=True):
+            by_type.setdefault(each.dtype, []).append((order, (each, first)))
+        for found in by_type.values():
+            pieces = [piece for _, piece in found]
+            counts = [block_count(each.numel(), first) for each, first in pieces]
+            sums = self._store.device_kernels.block_sums_of(pieces)
+            blocks = zip(found, torch.split(sums, counts), strict=True)
+            self._on_device.update({order: own for (order, _), own in blocks})

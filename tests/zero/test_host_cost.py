@@ -5,6 +5,7 @@ from __future__ import annotations
 import cProfile
 import logging
 import pstats
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 import zero
 import zero.planning
 import zero.starting
+from offload.kernels_torch import TorchDeviceKernels
 from tests.support.configs import make_config
 from tests.support.simulated_device import SimulatedDevice
 
@@ -61,6 +63,33 @@ def test_host_work_is_linear_in_depth(
     shallow, deep, deeper = (calls_of_a_step(depth, tiers) for depth in (4, 12, 36))
     first, second = (deep - shallow) / 8, (deeper - deep) / 24
     assert 0 < second < 1.1 * first
+
+
+def test_norms_of_gradients_of_two_types_are_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all gradients together: a call with more than one type would be a launch for each."""
+    asked: list[set[torch.dtype]] = []
+    block_sums_of = TorchDeviceKernels.block_sums_of
+
+    def remember(self: Any, pieces: Any) -> torch.Tensor:
+        asked.append({values.dtype for values, _ in pieces})
+        return block_sums_of(self, pieces)
+
+    monkeypatch.setattr(TorchDeviceKernels, "block_sums_of", remember)
+    monkeypatch.setattr(zero.planning, "open_device", lambda _wanted: SimulatedDevice())
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    for block in list(model)[::2]:
+        block.first.weight.data = block.first.weight.data.bfloat16()
+    engine, _, _, _ = zero.initialize(model=model, config=make_config())
+    for _ in range(2):
+        asked.clear()
+        loss = sum(each.float().square().sum() for each in model.parameters())
+        expected = sum(float(2 * each.detach().float().norm() ** 2) for each in model.parameters())
+        engine.backward(loss)
+        engine.step()
+        assert sorted(asked, key=str) == [{torch.bfloat16}, {torch.float32}]
+        assert engine.get_global_grad_norm() == pytest.approx((2 * expected) ** 0.5, rel=1e-2)
+    engine.destroy()
 
 
 def test_a_start_says_how_far_it_is(
