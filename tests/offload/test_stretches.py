@@ -146,8 +146,8 @@ def test_gradients_of_a_segment_add_up_wherever_its_parts_rest(
     store = make_store(plan, device, position)
     generator = torch.Generator().manual_seed(seed)
     expected: dict[int, torch.Tensor] = {}
+    under_way = []
     for _ in range(count):
-        under_way = []
         for index, spec in enumerate(plan.request.segments):
             shape = spec.layout(plan.request.world_size).shard_numel
             if not (spec.trainable and shape):
@@ -155,9 +155,7 @@ def test_gradients_of_a_segment_add_up_wherever_its_parts_rest(
             new = torch.randn(shape, generator=generator).to(torch_dtype(spec.gradient))
             expected[index] = new + expected[index] if index in expected else new.clone()
             shard = new.clone()
-            under_way.append((index, shard, store.add_gradient(index, device.memory_of(shard))))
-        for index, shard, fence in under_way:
-            device.join(fence)
+            under_way.append((store.add_gradient(index, device.memory_of(shard)), shard))
             assert torch.equal(shard, expected[index])
     used = count * sum(used_bytes(plan, Section.GRADIENT, index) for index in expected)
     assert counted(store, Section.GRADIENT) == used
@@ -165,6 +163,9 @@ def test_gradients_of_a_segment_add_up_wherever_its_parts_rest(
         target = device.empty(len(values), values.dtype)
         device.join(store.read_gradient(index, device.memory_of(target)))
         assert torch.equal(target, values)
+    for fence, _ in under_way:
+        device.join(fence)
+    for index, values in expected.items():
         assert torch.equal(read_range(store, index, Field.GRADIENT, 0, len(values)), values)
     store.drop_gradients()
     store.close()
