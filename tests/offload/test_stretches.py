@@ -304,3 +304,27 @@ def test_gradients_on_the_device_are_found_without_a_look_at_all_others(
     assert torch.equal(shard, torch.full_like(shard, 3.0))
     assert len(looks) == 1
     store.close()
+
+
+def test_copies_of_both_directions_are_refused_before_any_of_them() -> None:
+    device = SimulatedDevice()
+    here, there = device.arena(64).carve(64), device.memory_of(device.zeros(64, torch.uint8))
+    with pytest.raises(ValueError, match="have fences of their own"):
+        device.copy_all([(here, there), (there, here)])
+    with pytest.raises(ValueError, match="cannot copy 64 bytes to 32"):
+        device.copy_all([(here, there), (here, there.sub(0, 32))])
+    assert device.copied_bytes == {"in": 0, "out": 0}
+    assert not there.bytes.any()
+
+
+def test_the_fence_of_several_copies_is_behind_the_last() -> None:
+    device = SimulatedDevice()
+    sources = [device.arena(64).carve(64) for _ in range(3)]
+    targets = [device.memory_of(device.zeros(64, torch.uint8)) for _ in range(3)]
+    for number, source in enumerate(sources):
+        source.view()[:] = bytes([number + 1]) * 64
+    fence = device.copy_all(list(zip(sources, targets, strict=True)))
+    assert all((each.bytes == 255).all() for each in targets)
+    device.join(fence)
+    assert [int(each.bytes.unique()) for each in targets] == [1, 2, 3]
+    assert device.copied_bytes == {"in": 192, "out": 0}
