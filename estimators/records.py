@@ -12,6 +12,10 @@ from estimators.segments import PlacementRequest, SegmentSpec, Tier
 STAGED_BYTES = 64 << 20
 """Most bytes of a sub-group that passes between host and device: larger copies are no faster."""
 
+WHOLE_BYTES = 512 << 20
+"""Most bytes of one of which nothing passes in a step: whoever saves or reads it copies it whole
+to the host, and an update of as many bytes takes a device longer than the host to issue."""
+
 _STAGED_ALIGNMENT_BYTES = 4096
 
 DEVICE_BUFFER_COUNT = 3
@@ -203,6 +207,7 @@ def sub_group_cap(request: PlacementRequest, segment: SegmentSpec) -> int:
 
     Beside a device, sub-groups pass through staging buffers, so what is staged of one is no larger
     than those: what may rest elsewhere if the device updates, what may rest on it if the host does.
+    Where that is nothing, all of it is no larger than `WHOLE_BYTES`.
     """
     shard_numel = segment.layout(request.world_size).shard_numel
     cap = min(request.sub_group_numel, shard_numel)
@@ -215,9 +220,9 @@ def sub_group_cap(request: PlacementRequest, segment: SegmentSpec) -> int:
             for section, size in sizes.items()
             if (lowest[section] is Tier.DEVICE) is not request.update_on_device
         )
-        if not staged:
-            return max(cap, SHARD_ALIGNMENT_NUMEL)
         most_bytes = STAGED_BYTES if request.update_on_device else STAGED_BYTES // HOST_BUFFER_COUNT
+        if not staged:
+            most_bytes, staged = WHOLE_BYTES, sum(sizes.values())
         most = most_bytes * STAGED_BYTES // staged
         if request.shares_update:
             passed = sizes[Section.GRADIENT] + sizes[Section.PARAMETER]

@@ -34,8 +34,10 @@ class Residents:
             if not self._is_fleeting(tier, section)
             and (size_bytes := plan.resident_section_bytes(tier, section))
         }
-        self._gradients: dict[int, DeviceMemory] = {}
-        """Gradients on a device, by segment: there from their first use until they are dropped."""
+        self._gradients: dict[int, tuple[int, DeviceMemory]] = {}
+        """Gradients on a device, by segment: there from their first use until they are dropped.
+
+        With the element at which they begin."""
         self._spans: dict[tuple[Tier, Section, int], Memory] = {}
         self._parts: dict[tuple[Section, int], tuple[int, Memory]] = {}
         """Of each sub-group where it begins in the span of its segment, and its memory."""
@@ -80,15 +82,14 @@ class Residents:
     def _gradient_part(self, group: SubGroup, stop: int | None = None) -> Memory:
         """Return the gradient of a sub-group, or of those up to an element, made if it must be."""
         element_bytes = self._plan.request.segments[group.segment].gradient.size_bytes
-        parts = self._plan.resident_parts(Tier.DEVICE, Section.GRADIENT, group.segment)
-        first = parts[0][0].start
         if group.segment not in self._gradients:
+            parts = self._plan.resident_parts(Tier.DEVICE, Section.GRADIENT, group.segment)
             size_bytes = resident_bytes(sum(size for _, size in parts))
             memory = self._device.memory_of(self._device.zeros(size_bytes, torch.uint8))
             if not isinstance(memory, DeviceMemory):
                 raise TypeError("gradients on the processor are resident")
-            self._gradients[group.segment] = memory
-        whole = self._gradients[group.segment]
+            self._gradients[group.segment] = parts[0][0].start, memory
+        first, whole = self._gradients[group.segment]
         numel = (group.stop if stop is None else stop) - group.start
         return whole.sub((group.start - first) * element_bytes, numel * element_bytes)
 
@@ -108,7 +109,7 @@ class Residents:
     def spans(self, tier: Tier, section: Section) -> list[Memory]:
         """Return all memory of a class on a tier."""
         if self._is_fleeting(tier, section):
-            return list(self._gradients.values())
+            return [memory for _, memory in self._gradients.values()]
         return [
             span
             for (there, kind, _), span in self._spans.items()
@@ -185,8 +186,8 @@ class _Arena:
 
 def runs(
     groups: Sequence[SubGroup], section: Section, *, joins: bool
-) -> Iterator[tuple[Sequence[SubGroup], Sequence[SubGroup]]]:
-    """Divide the sub-groups of a segment into those that move at once, each with what follows.
+) -> Iterator[tuple[Sequence[SubGroup], int]]:
+    """Divide the sub-groups of a segment into those that move at once, each with where it stops.
 
     Those on NVMe move one by one; of the others all that follow each other on one tier, if they
     are to be joined.
@@ -196,5 +197,5 @@ def runs(
         length = len(list(found))
         step = length if joins and tier is not Tier.NVME else 1
         for start in range(at, at + length, step):
-            yield groups[start : start + step], groups[start + step :]
+            yield groups[start : start + step], start + step
         at += length

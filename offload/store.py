@@ -44,6 +44,8 @@ from offload.whole_records import WholeRecords
 
 _GRADIENT = frozenset({Section.GRADIENT})
 _MEASURED_BYTES = 16 << 20
+_SCRATCH_BYTES = 32 << 20
+"""Most device memory for gradients that rest on the host while others are added to them."""
 _log = logging.getLogger(__name__)
 
 
@@ -223,15 +225,12 @@ class Store:
             PageError: if a transfer failed.
         """
         accumulate = self._has_gradient[segment]
-        fence = PASSED
-        for run, following in runs(
-            self.plan.by_segment[segment], Section.GRADIENT, joins=not accumulate
-        ):
+        groups, fence = self.plan.by_segment[segment], PASSED
+        for run, stop in runs(groups, Section.GRADIENT, joins=not accumulate):
             start, size = _byte_range(self.plan, run, Section.GRADIENT)
             part, group = shard.sub(start, size), run[0]
             if group.on_nvme(Section.GRADIENT):
-                ahead = following if accumulate else ()
-                slot = self._lend_gradient(group, ahead, accumulate=accumulate)
+                slot = self._lend_gradient(groups, stop, accumulate=accumulate)
                 stored = slot.section(Section.GRADIENT).sub(0, size)
                 slot.fence = _accumulate(self, group, stored, part, accumulate=accumulate)
                 fence = last_of(fence, slot.fence)
@@ -331,7 +330,8 @@ class Store:
         fence = PASSED
         is_gradient = section is Section.GRADIENT
         earlier = self.gradient_fence(segment) if is_gradient else self.update_fence
-        for run, following in runs(self.plan.by_segment[segment], section, joins=True):
+        groups = self.plan.by_segment[segment]
+        for run, stop in runs(groups, section, joins=True):
             start, size = _byte_range(self.plan, run, section)
             part, group = target.sub(start, size), run[0]
             if not group.on_nvme(section):
@@ -340,7 +340,7 @@ class Store:
                 count_use(self.ledger, section, group, size)
                 continue
             pager = self._require_pager()
-            ahead = _sections_on_nvme(following, section)
+            ahead = _sections_on_nvme(groups, section, stop)
             slot = pager.page_in(_extent(group), frozenset({section}), ahead)
             slot.fence = self.device.copy(slot.section(section).sub(0, size), part)
             fence = last_of(fence, slot.fence)
@@ -352,14 +352,16 @@ class Store:
             raise RuntimeError("nothing of this model rests on NVMe")
         return self.pager
 
-    def _lend_gradient(
-        self, group: SubGroup, following: Sequence[SubGroup], *, accumulate: bool
-    ) -> Slot:
-        """Return a slot for the gradient of a sub-group, with the one so far if it has any."""
+    def _lend_gradient(self, groups: Sequence[SubGroup], stop: int, *, accumulate: bool) -> Slot:
+        """Return a slot for the gradient of the last of the groups up to `stop`.
+
+        With the gradient so far if it has any; those that follow are read ahead then.
+        """
+        extent = _extent(groups[stop - 1])
         if not accumulate:
-            return self._require_pager().blank(_extent(group))
-        ahead = _sections_on_nvme(following, Section.GRADIENT)
-        return self._require_pager().page_in(_extent(group), _GRADIENT, ahead)
+            return self._require_pager().blank(extent)
+        ahead = _sections_on_nvme(groups, Section.GRADIENT, stop)
+        return self._require_pager().page_in(extent, _GRADIENT, ahead)
 
 
 def _accumulate(
@@ -368,15 +370,17 @@ def _accumulate(
     """Add what is stored of the gradients of a sub-group to `part`, and store the sum."""
     if accumulate:
         element = store.plan.request.segments[group.segment].gradient
-        earlier = stored
-        if isinstance(stored, Span) and not isinstance(part, Span):
-            scratch = store.device.empty(part.size_bytes, torch.uint8)
-            earlier = store.device.memory_of(scratch)
-            before = store.gradient_fence(group.segment)
-            store.device.join(store.device.copy(stored, earlier, before))
-        numel = part.size_bytes // element.size_bytes
-        # One rounding an element, in the gradient's type.
-        elements_at(part, element, numel).add_(elements_at(earlier, element, numel))
+        for start in range(0, part.size_bytes, _SCRATCH_BYTES):
+            size_bytes = min(_SCRATCH_BYTES, part.size_bytes - start)
+            piece, earlier = part.sub(start, size_bytes), stored.sub(start, size_bytes)
+            if isinstance(earlier, Span) and not isinstance(piece, Span):
+                scratch = store.device.memory_of(store.device.empty(size_bytes, torch.uint8))
+                before = store.gradient_fence(group.segment)
+                store.device.join(store.device.copy(earlier, scratch, before))
+                earlier = scratch
+            numel = size_bytes // element.size_bytes
+            # One rounding an element, in the gradient's type.
+            elements_at(piece, element, numel).add_(elements_at(earlier, element, numel))
     return store.device.copy(part, stored)
 
 
@@ -459,10 +463,11 @@ def _slot_arena(plan: MemoryPlan, parts: StoreParts) -> HostArena:
 
 
 def _sections_on_nvme(
-    groups: Sequence[SubGroup], section: Section
+    groups: Sequence[SubGroup], section: Section, start: int = 0
 ) -> Iterator[tuple[Extent, frozenset[Section]]]:
-    """Yield what to read, in order, of those sub-groups whose section rests on NVMe."""
-    for group in groups:
+    """Yield what to read, in order, of the sub-groups from one on whose section rests on NVMe."""
+    for at in range(start, len(groups)):
+        group = groups[at]
         if group.extent is not None and group.on_nvme(section):
             yield group.extent, frozenset({section})
 

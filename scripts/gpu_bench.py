@@ -49,9 +49,13 @@ import zero
 
 Loss = Callable[[torch.nn.Module], torch.Tensor]
 
-
 _DRIVE = "drive"
 """Phases of the memory in which nothing of ours runs."""
+_ALONE = (
+    *("peer", "steps", "phases", "profile", "tiers", "vocabulary", "host_memory", "device_memory"),
+    "name",
+)
+"""Options that a row beside a peer's program does not have: there the peer decides."""
 
 
 def run_ours(
@@ -254,7 +258,12 @@ def parse() -> argparse.Namespace:
     temporary = Path(tempfile.gettempdir())
     parser.add_argument("--nvme", type=Path, default=temporary, help="folder of the swap file")
     parser.add_argument("--peer", type=Path, help="what the peer took (JSON): sets the budgets")
-    parser.add_argument("--model", choices=("own", "transformers"), default="own")
+    parser.add_argument(
+        "--model",
+        choices=("own", "transformers"),
+        default="own",
+        help="beside a program it is the peer's",
+    )
     parser.add_argument("--steps", type=int, help="left out: 5, or 3 in rows of slow steps")
     parser.add_argument("--phases", action="store_true", help="wait between the phases of a step")
     parser.add_argument("--profile", action="store_true", help="profile two steps at the end")
@@ -275,10 +284,20 @@ def parse() -> argparse.Namespace:
         parser.error("name a row with --row, or a folder with --merge")
     if options.report is not None and options.merge is None:
         parser.error("--report draws what --merge finds; name the folder with it")
+    for name in _ALONE if runs_beside(options) else ():
+        if getattr(options, name) != parser.get_default(name):
+            parser.error(
+                f"--{name.replace('_', '-')} is not for a row beside a program; leave it out"
+            )
     charts.require(options.report)
     if options.merge is not None and not any(options.merge.glob("*.json")):
         parser.error(f"{options.merge} has no results: run --row ROW --out {options.merge} first")
     return options
+
+
+def runs_beside(options: argparse.Namespace) -> bool:
+    """Tell whether a row runs beside a peer's program."""
+    return options.program is not None or options.torch_program is not None
 
 
 def main() -> None:
@@ -289,7 +308,7 @@ def main() -> None:
         if options.report is not None:
             gpu_chart.write(options.merge, options.report)
         return
-    if options.program is not None or options.torch_program is not None:
+    if runs_beside(options):
         gpu_groups.run_row(options.row, options)
         print(merge(options.out))
         return

@@ -20,6 +20,7 @@ import io
 import json
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +51,41 @@ def run(program: str, arguments: list[str], turns: Turns | None) -> dict[str, An
         if case not in _BUILT_ELSEWHERE:
             build_on_device("cuda")
     baseline = resident()["VmRSS"]
-    if turns is not None:
-        wait_for_turns(turns, program, baseline)
+    taken = wait_for_turns(turns, program, baseline) if turns is not None else None
     sys.argv = [program, *arguments]
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         runpy.run_path(program, run_name="__main__")
-    found: dict[str, Any] = json.loads(output.getvalue().strip().splitlines()[-1])
+    found = result_of(output.getvalue())
+    if found is None:
+        raise SystemExit(f"{program} printed no line of JSON with its rows")
+    if taken is not None and (turn_count := taken()) != len(found["rows"]):
+        raise SystemExit(
+            f"{program} has {len(found['rows'])} rows and waited for {turn_count} turns: it must"
+            f" call torch.cuda.synchronize {_WAITS_OF_A_STEP} times a step, and not elsewhere"
+        )
     return {**found, "baseline_bytes": baseline}
 
 
-def wait_for_turns(turns: Turns, program: str, baseline: int) -> None:
-    """Let a program wait for its turn where it waits for the device before a step."""
+def result_of(output: str) -> dict[str, Any] | None:
+    """Return what a program has found: the last line that is JSON with rows, or None.
+
+    Libraries may print lines behind it.
+    """
+    for line in reversed(output.splitlines()):
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict) and isinstance(found.get("rows"), list):
+                return found
+    return None
+
+
+def wait_for_turns(turns: Turns, program: str, baseline: int) -> Callable[[], int]:
+    """Let a program wait for its turn where it waits for the device before a step.
+
+    Returns:
+        A call that tells how many turns it has waited for.
+    """
     import torch
 
     plain: Any = torch.cuda.synchronize
@@ -80,6 +104,7 @@ def wait_for_turns(turns: Turns, program: str, baseline: int) -> None:
             plain(*args, **kwargs)
 
     torch.cuda.synchronize = synchronize
+    return lambda: -(-calls // _WAITS_OF_A_STEP)
 
 
 def memory(baseline: int) -> dict[str, float]:

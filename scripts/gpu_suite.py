@@ -5,7 +5,7 @@
 Rows of a group and its peers take a step each by turns (`gpu_groups.py`); what the peers took sets
 the budgets of our rows. Results are kept as soon as a group is over: a call that is cut short
 loses only the group that was going on. Groups that would not end in time are left out, and named.
-The peers' programs print JSON as their last line, as `gpu_peer.py` expects it.
+The peers' programs print their result as JSON, as `gpu_peer.py` expects it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pathlib import Path
 # With PYTHONSAFEPATH set, Python does not look for modules beside the script by itself.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_groups import GROUPS, add_programs, program_of, run_group
+from gpu_groups import GROUPS, add_programs, missing_program, run_group
 from gpu_table import merge
+from gpu_turns import end_on_signals
 
 
 def keep(out: Path) -> None:
@@ -45,15 +46,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--drive-mebibytes", type=int, default=2048, help="0 measures no drive")
     options = parser.parse_args()
     for name in options.only:
-        for peer in GROUPS[name].peers:
-            if program_of(peer, options) is None:
-                parser.error(f"the group {name} needs --{'torch-' * peer.is_torch}program")
+        if (missing := missing_program(GROUPS[name].peers, options)) is not None:
+            parser.error(f"the group {name} needs {missing}")
     return options
 
 
 def main() -> None:
     """Run what is asked for, in order."""
     options = parse()
+    end_on_signals()
     options.end = time.monotonic() + options.seconds
     options.out.mkdir(parents=True, exist_ok=True)
     options.nvme.mkdir(parents=True, exist_ok=True)

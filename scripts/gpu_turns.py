@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
+
+_LOOK_SECONDS = 1.0
+"""How often it is looked whether a program has ended whose children keep its pipe open."""
 
 
 class Turns:
@@ -59,8 +63,11 @@ class Player:
         """Start a Python program; `{turns}` in its command becomes what `Turns.of` reads."""
         self.name = name
         self.log = folder / f"{name}.log"
-        self.begun = time.monotonic()
-        """When it started, in seconds of `time.monotonic`."""
+        self.seconds: float | None = None
+        """How long it went on; None while it does."""
+        self.was_stopped = False
+        """Whether it was ended before its time."""
+        self._begun = time.monotonic()
         theirs, words = os.pipe()
         answers, their_answers = os.pipe()
         self._words = os.fdopen(words, "w", encoding="utf-8")
@@ -78,6 +85,7 @@ class Player:
                 stdout=output,
                 stderr=errors,
                 pass_fds=(theirs, their_answers),
+                start_new_session=True,  # so that it is ended with all that it has started
             )
         os.close(theirs)
         os.close(their_answers)
@@ -96,13 +104,17 @@ class Player:
         with selectors.DefaultSelector() as selector:
             selector.register(self._answers, selectors.EVENT_READ)
             while b"\n" not in self._unread:
-                if not selector.select(max(end - time.monotonic(), 0)):
-                    raise TimeoutError(self.name)
-                found = self._answers.read(65536)
-                if not found:
-                    self.process.wait(max(end - time.monotonic(), 1))
+                left = max(end - time.monotonic(), 0)
+                if selector.select(min(left, _LOOK_SECONDS)):
+                    if not (found := self._answers.read(65536)):
+                        self._end(left)
+                        return None
+                    self._unread += found
+                elif self.process.poll() is not None:
+                    self._end(left)
                     return None
-                self._unread += found
+                elif not left:
+                    raise TimeoutError(self.name)
         line, _, self._unread = self._unread.partition(b"\n")
         facts: dict[str, Any] = json.loads(line)
         return facts
@@ -118,13 +130,40 @@ class Player:
         return facts
 
     def stop(self) -> None:
-        """End it if it goes on."""
+        """End it, and all that it has started, if it goes on."""
         if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+            self.was_stopped = True
+            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.seconds is None:
+            self._end(None)
         with suppress(BrokenPipeError):
             self._words.close()
         self._answers.close()
+
+    def _end(self, left: float | None) -> None:
+        """Wait until it has ended, for some seconds, a few at least; None waits as long as needed.
+
+        Raises:
+            TimeoutError: if it has not.
+        """
+        try:
+            self.process.wait(None if left is None else max(left, _LOOK_SECONDS))
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(self.name) from None
+        self.seconds = time.monotonic() - self._begun
+
+
+def end_on_signals() -> None:
+    """Let signals that end this process raise SystemExit, so that the programs are ended first.
+
+    They are in sessions of their own: what a terminal or `timeout` sends does not reach them.
+    """
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, leave)
 
 
 def take_turns(players: Sequence[Player], end: float) -> None:

@@ -23,7 +23,7 @@ from estimators import (
     plan_placement,
 )
 from estimators.placement import PlanError
-from estimators.records import DEVICE_BUFFER_COUNT, STAGED_BYTES, section_bytes
+from estimators.records import DEVICE_BUFFER_COUNT, STAGED_BYTES, WHOLE_BYTES, section_bytes
 
 MILLION = 1_000_000
 GB = 1_000_000_000
@@ -74,6 +74,24 @@ def test_what_a_device_updates_fits_a_buffer_and_fills_it(parameters: Tier) -> N
 def test_what_the_host_updates_for_a_device_fits_its_staging() -> None:
     plan = plan_placement(request(update_on_device=False), Budget(GB))
     assert 0 < plan.staging_bytes <= STAGED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("tier", "update_on_device"), [(Tier.DEVICE, True), (Tier.HOST, False), (Tier.NVME, False)]
+)
+def test_what_does_not_pass_is_cut_for_those_who_copy_it_whole(
+    *, tier: Tier, update_on_device: bool
+) -> None:
+    """A save has a copy of one sub-group in host memory, which no plan counts."""
+    asked = request(tier, tier, update_on_device=update_on_device)
+    segments = (asked.segments[0], dataclasses.replace(asked.segments[1], numels=(GB,)))
+    plan = plan_placement(dataclasses.replace(asked, segments=segments), Budget(20 * GB))
+    sizes = [
+        sum(section_bytes(plan.request, segments[each.segment], each.numel).values())
+        for each in plan.sub_groups
+    ]
+    assert len(plan.by_segment[0]) == 1
+    assert STAGED_BYTES < max(sizes) <= WHOLE_BYTES
 
 
 def test_what_rests_on_the_host_is_not_used_in_place() -> None:
