@@ -41,8 +41,10 @@ from offload import (
     Ledger,
     Store,
     StoreParts,
+    has_field,
     load_kernels,
     read_range,
+    update,
     write_parameters,
 )
 from offload import store as store_module
@@ -50,6 +52,7 @@ from offload.arrays import torch_dtype
 from offload.device import Device, DeviceMemory, Memory
 from offload.residents import runs
 from tests.support.simulated_device import SimulatedDevice
+from tests.support.stores import scalars
 
 LINE = 64
 """Elements by which parts are cut here."""
@@ -87,6 +90,7 @@ def plans(draw: st.DrawFn) -> MemoryPlan:
         4096,
         device_is_host=False,
         update_on_device=True,
+        replicates=draw(st.integers(0, 3)) == 0,
     )
     rows = []
     for index, spec in enumerate(specs):
@@ -201,6 +205,40 @@ def test_parameters_of_a_segment_are_those_of_its_parts(
     used = sum(used_bytes(plan, Section.PARAMETER, each) for each in range(len(plan.by_segment)))
     assert counted(store, Section.PARAMETER) == used
     store.close()
+
+
+@settings(max_examples=60, derandomize=True, database=None)
+@given(plan=plans(), seed=st.integers(0, 1 << 30), micro_batches=st.integers(1, 2))
+def test_an_update_gives_the_same_bits_wherever_its_parts_rest(
+    plan: MemoryPlan, seed: int, micro_batches: int
+) -> None:
+    found = []
+    for device in (HostDevice(), SimulatedDevice(seed)):
+        store = make_store(plan, device, 0)
+        generator = torch.Generator().manual_seed(seed)
+        shapes = [
+            each.layout(plan.request.world_size).shard_numel for each in plan.request.segments
+        ]
+        for index, shape in enumerate(shapes):
+            write_parameters(store, index, torch.randn(shape, generator=generator).numpy())
+        for step in (1, 2):
+            for index, spec in enumerate(plan.request.segments):
+                for _ in range(micro_batches if spec.trainable and shapes[index] else 0):
+                    shard = torch.randn(shapes[index], generator=generator)
+                    shard = shard.to(torch_dtype(spec.gradient))
+                    device.join(store.add_gradient(index, device.memory_of(shard)))
+            update(store, scalars(step), lambda _: None)
+        values = []
+        for index, shape in enumerate(shapes):
+            target = device.empty(shape, torch_dtype(plan.request.segments[index].element))
+            device.join(store.read_parameters(index, device.memory_of(target)))
+            values.append(target.view(torch.uint8).numpy().tobytes())
+            for field in (Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ):
+                if has_field(store, index, field):
+                    values.append(read_range(store, index, field, 0, shape).numpy().tobytes())
+        found.append(values)
+        store.close()
+    assert found[0] == found[1]
 
 
 def weight(numel: int, gradient: ElementType) -> SegmentSpec:
