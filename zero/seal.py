@@ -4,9 +4,9 @@
 `__torch_function__` (`torch.tensor(weight)`, a scripted function, an extension in C++) would read
 it and end the process. So between windows `parameter.data` is a tensor of the true shape, type and
 device without memory, whose dispatch keys send every operator to a backend that nobody has,
-quantized tensors of "hpu": it raises. Its device stays the CPU, for autograd forgets the node that
-accumulates a gradient when the device changes, and aborts the process where it records an operator
-on a device that torch is not built for.
+quantized tensors of "hpu": it raises. Its device is that of the values, for autograd forgets the
+node that accumulates a gradient when the device changes, gives that node gradients of its device
+alone, and aborts the process where it records an operator on a device that torch is not built for.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def seal_all(parameters: Sequence[nn.Parameter], sealed: Sequence[torch.Tensor])
 def sealed_like(empty: torch.Tensor) -> torch.Tensor:
     """Return a sealed tensor like one whose memory will be free; that one if torch lacks a way."""
     with torch.inference_mode(mode=False):
-        return _sealed_like(empty) if _is_available() else empty
+        return _sealed_like(empty) if _is_available(empty.device) else empty
 
 
 def _sealed_like(like: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def _sealed_like(like: torch.Tensor) -> torch.Tensor:
         like.size(),
         strides=like.stride(),
         dtype=like.dtype,
-        device=torch.device("cpu"),
+        device=like.device,
         _extra_dispatch_keys=torch._C.DispatchKeySet(key.QuantizedHPU)
         | torch._C.DispatchKeySet(key.HPU),
     )
@@ -70,10 +70,10 @@ def _sealed_like(like: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _is_available() -> bool:
-    """Try whether a parameter can be sealed, is not read then, and comes back."""
+def _is_available(device: torch.device) -> bool:
+    """Try whether a parameter on a device can be sealed, is not read then, and comes back."""
     try:
-        probe = nn.Parameter(torch.ones(2, 3))
+        probe = nn.Parameter(torch.ones(2, 3, device=device))
         values = probe.data
         probe.data = _sealed_like(values)
         with contextlib.suppress(RuntimeError):

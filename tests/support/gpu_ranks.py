@@ -73,7 +73,7 @@ def config(folder: Path, tier: str) -> dict[str, Any]:
     """Return a configuration that pages, or keeps all on a tier."""
     more: dict[str, Any] = {"host_memory": "1GB"}
     if tier == "nvme":
-        more = {"nvme_path": str(folder), "sub_group_size": 1024, "host_memory": "400KB"}
+        more = {"nvme_path": str(folder), "sub_group_size": 1024, "host_memory": "100KB"}
     return make_config(parameters=tier, optimizer=tier, dtype="bf16", clip=1.0, **more)
 
 
@@ -110,6 +110,8 @@ def elastic(folder: Path) -> dict[str, Any]:
     engine, _, _, _ = zero.initialize(
         model=make_model(dtype=torch.bfloat16), config=config(folder, "nvme")
     )
+    if not engine.plan.memory.swap_file_bytes:
+        raise RuntimeError("nothing rests on NVMe, so nothing would be shown of it")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of the other world size
         engine.load_checkpoint(folder / "one")
