@@ -44,7 +44,7 @@ def tensor_at(span: Span, element: ElementType, numel: int) -> torch.Tensor:
     """View the first `numel` elements of a span as a tensor, shape `[numel]`."""
     dtype = torch_dtype(element)
     if not numel:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(span.view(), dtype=dtype, count=numel)
 
 

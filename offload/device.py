@@ -364,7 +364,7 @@ class CudaDevice(SeparateDevice):
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Copy to pinned memory, in the order of the device's work."""
-        values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
         values.copy_(tensor, non_blocking=True)
         fence = self._fence_of(torch.cuda.current_stream(self._index))
 

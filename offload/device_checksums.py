@@ -28,7 +28,9 @@ class DeviceChecksums:
         bounds = [
             [start * size // LINE_BYTES, -(-stop * size // LINE_BYTES)] for start, stop in ranges
         ]
-        self.bounds = torch.tensor(bounds, dtype=torch.int64).view(-1, 2).to(flat.device)
+        self.bounds = (
+            torch.tensor(bounds, dtype=torch.int64, device="cpu").view(-1, 2).to(flat.device)
+        )
         """First and last line of each range, shape `[ranges, 2]`."""
         self._kernel: Any = None
         self.kernel_of_all: Any = None

@@ -108,7 +108,7 @@ def offsets_from_first(tensors: Sequence[Tensor]) -> Sequence[int] | None:
 
 def on_device(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
     """Return a table of int64, shape `[row, number]`, on a device; the host does not wait."""
-    table = torch.tensor(rows, dtype=torch.int64)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     if device.type != "cuda" or not rows:
         return table.to(device)
     return table.pin_memory().to(device, non_blocking=True)

@@ -43,7 +43,7 @@ def host_rate(state_format: StateFormat, thread_count: int, numel: int = _NUMEL)
     """Return how many bf16 parameters a second AdamW updates on the host."""
     kernels = load_kernels(thread_count=thread_count)
     layout = record_layout(state_format, ElementType.BF16, numel)
-    memory = torch.zeros(layout.size_bytes + 4 * numel, dtype=torch.uint8)
+    memory = torch.zeros(layout.size_bytes + 4 * numel, dtype=torch.uint8, device="cpu")
     scalars = AdamWScalars.from_hyperparameters(
         lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, step=1, grad_scale=1.0
     )

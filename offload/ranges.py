@@ -119,7 +119,7 @@ def read_range(store: Store, segment: int, field: Field, start: int, stop: int) 
         PageError: if a page-in failed.
     """
     store.require_intact()
-    target = torch.zeros(stop - start, dtype=field_dtype(store, segment, field))
+    target = torch.zeros(stop - start, dtype=field_dtype(store, segment, field), device="cpu")
     for group in store.plan.by_segment[segment]:
         low, high = max(start, group.start), min(stop, group.stop)
         if low < high:
@@ -183,7 +183,9 @@ class ShardReader:
         store = self._store
         store.require_intact()
         found = {
-            field: torch.zeros(stop - start, dtype=field_dtype(store, self._segment, field))
+            field: torch.zeros(
+                stop - start, dtype=field_dtype(store, self._segment, field), device="cpu"
+            )
             for field in self._fields
         }
         for group in store.plan.by_segment[self._segment]:
@@ -203,7 +205,9 @@ class ShardReader:
         with _lent(self._store, group, _sections(self._fields)) as slot:
             for field in self._fields:
                 copy = torch.zeros(
-                    group.numel, dtype=field_dtype(self._store, self._segment, field)
+                    group.numel,
+                    dtype=field_dtype(self._store, self._segment, field),
+                    device="cpu",
                 )
                 _copy_out(self._store, group, slot, field, (0, copy))
                 self._copies[field] = copy

@@ -85,9 +85,9 @@ class _FileArray(SpooledArray):
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         stop = self.numel if stop is None else min(stop, self.numel)
         if start >= stop:
-            return torch.empty(0, dtype=self.dtype)
+            return torch.empty(0, dtype=self.dtype, device="cpu")
         low, high = self._blocks(start, stop)
-        target = torch.empty(high - low, dtype=self.dtype)
+        target = torch.empty(high - low, dtype=self.dtype, device="cpu")
         offset = self._offset + low * target.element_size()
         self._spool.engine.submit_read(self._file, offset, tensor_span(target)).wait()
         for index, found in self._digests(low, target):

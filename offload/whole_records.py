@@ -353,7 +353,7 @@ def _views(record: _Record, buffer: _Staging) -> list[Tensor]:
         if numel:
             values = torch.frombuffer(memory[start : start + size], dtype=dtype, count=numel)
         else:
-            values = torch.empty(0, dtype=dtype)
+            values = torch.empty(0, dtype=dtype, device="cpu")
         found.append(values.view(shape))
         start += align_up(size, _TENSOR_ALIGNMENT_BYTES)
     return found

@@ -69,7 +69,7 @@ GROUPS: dict[str, Group] = {
         (Ours("host-exact", "host"), Ours("host-compact", "host")),
     ),
     "nvme": Group(
-        250,
+        220,
         (Peer("nvme", "nvme", 4),),
         (
             Ours("nvme-fits-exact", "nvme"),
@@ -88,7 +88,7 @@ GROUPS: dict[str, Group] = {
         (Ours("nvme-4gb-compact", "nvme-lossy", "nvme-4gb-compact-lossy-peer"),),
     ),
     "param": Group(
-        290,
+        250,
         (Peer("param", "nvme_param", 4, {"CKPT": "1", "PBUFS": "60", "PBUF": "7e7"}),),
         (Ours("all-nvme-4gb-exact", "param"), Ours("all-nvme-4gb-compact", "param")),
     ),

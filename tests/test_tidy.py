@@ -91,6 +91,18 @@ def prints(tree: ast.Module, source: str) -> Breaches:
     yield from calls_of(tree, {"print", "sys.stdout.write"}, "only scripts print")
 
 
+def factories(tree: ast.Module, source: str) -> Breaches:
+    """Find tensors that are made without a device: `torch.set_default_device` would move them."""
+    names = ("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace")
+    names += ("logspace", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor")
+    made = {f"torch.{name}" for name in (*names, "zeros")}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or name_of(node.func) not in made:
+            continue
+        if not any(keyword.arg in ("device", None) for keyword in node.keywords):
+            yield node.lineno, f"{name_of(node.func)}: say on which device"
+
+
 def sleeps(tree: ast.Module, source: str) -> Breaches:
     yield from calls_of(tree, {"time.sleep", "sleep", "asyncio.sleep"}, "a test waits for an event")
 
@@ -111,7 +123,7 @@ def name_of(node: ast.expr) -> str:
 Rule = Callable[[ast.Module, str], Breaches]
 SIZES: tuple[Rule, ...] = (file_length, function_length, methods)
 RULES: dict[str, tuple[Rule, ...]] = {
-    **dict.fromkeys(PACKAGES, (*SIZES, parameters, asserts, prints)),
+    **dict.fromkeys(PACKAGES, (*SIZES, parameters, asserts, prints, factories)),
     "scripts": (*SIZES, parameters, asserts),
     # The parameters of a test are its fixtures and cases, as many as it needs.
     "tests": (*SIZES, acting_asserts, sleeps),

@@ -184,7 +184,7 @@ def _decode(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: (
             torch.tensor(
-                from_plain(data["tensor"], {}), dtype=getattr(torch, data["dtype"])
+                from_plain(data["tensor"], {}), dtype=getattr(torch, data["dtype"]), device="cpu"
             ).reshape(data["shape"])
             if "tensor" in data
             else from_plain(data["value"], {})

@@ -130,7 +130,9 @@ def let_come(units: Sequence[Unit], store: Store, communicator: Communicator) ->
         for segment in segments:
             segment.coming.may_come = False
         return
-    pages = torch.tensor([pages_parameters(store, segment.index) for segment in segments])
+    pages = torch.tensor(
+        [pages_parameters(store, segment.index) for segment in segments], device="cpu"
+    )
     by_rank = communicator.gather_rows(pages)
     for segment, any_pages in zip(segments, by_rank.any(0).tolist(), strict=True):
         segment.coming.may_come = not any_pages

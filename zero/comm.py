@@ -174,7 +174,7 @@ class Communicator:
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, shape `[world_size, n]`."""
-        rows = torch.empty(self.world_size, row.numel(), dtype=row.dtype)
+        rows = torch.empty(self.world_size, row.numel(), dtype=row.dtype, device="cpu")
         rows[self.rank] = row
         self.all_gather_in_place(rows.view(-1))
         return rows
@@ -182,8 +182,8 @@ class Communicator:
     def gather_texts(self, text: str) -> list[str]:
         """Return the texts of all ranks, which may differ in length."""
         raw = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8)
-        lengths = self.gather_rows(torch.tensor([raw.numel()])).reshape(-1).tolist()
-        row = torch.zeros(max(lengths), dtype=torch.uint8)
+        lengths = self.gather_rows(torch.tensor([raw.numel()], device="cpu")).reshape(-1).tolist()
+        row = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         row[: raw.numel()] = raw
         rows = self.gather_rows(row)
         return [
@@ -235,7 +235,7 @@ class Communicator:
         if self.world_size == 1:
             return list(wanted)
         self._prepare()
-        rows = self.gather_rows(torch.tensor([place, self._exchanged, *wanted]))
+        rows = self.gather_rows(torch.tensor([place, self._exchanged, *wanted], device="cpu"))
         places = rows[:, :2].tolist()
         if any(other != places[0] for other in places):
             numbers = ", ".join(f"rank {rank}: {at}" for rank, (at, _) in enumerate(places))
@@ -253,7 +253,7 @@ class Communicator:
         Raises:
             RankError: naming the ranks.
         """
-        rows = self.gather_rows(torch.tensor([error is not None])).reshape(-1)
+        rows = self.gather_rows(torch.tensor([error is not None], device="cpu")).reshape(-1)
         if error is not None:
             raise error
         failed = torch.nonzero(rows).reshape(-1).tolist()

@@ -212,7 +212,7 @@ class ExpertTurns:
             bool(group.backwards and not group.forwards),
         ]
         row += [reducer is not None and reducer.has_pending(each) for each in segments]
-        rows = self._communicator.gather_rows(torch.tensor(row, dtype=torch.int64))
+        rows = self._communicator.gather_rows(torch.tensor(row, dtype=torch.int64, device="cpu"))
         if reducer is not None:
             arrived = rows[:, 2:].any(0).tolist()
             for segment in itertools.compress(segments, arrived):

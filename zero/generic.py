@@ -11,8 +11,10 @@ slice. In its first step it finds no state, so it starts state as it likes.
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -160,12 +162,18 @@ def run_step(
     worker.param_groups = [{**group, **plain, "params": [parameter]}]
     worker.state = collections.defaultdict(dict, {parameter: state})
     step = type(worker).step
-    with torch.no_grad():
+    with torch.no_grad(), _tensors_on_the_host():
         # Without the wrapper that torch puts around it: no hooks, no profiler ranges.
         getattr(step, "__wrapped__", step)(worker)
     if parameter.data_ptr() != master.data_ptr():
         master.copy_(parameter.detach())
     return dict(worker.state.get(parameter, {}))
+
+
+def _tensors_on_the_host() -> AbstractContextManager[object]:
+    """Let what a step makes without naming a device be on the host, where its operands are."""
+    is_host = torch.get_default_device().type == "cpu"
+    return contextlib.nullcontext() if is_host else torch.device("cpu")
 
 
 def refuse_side_effects(
@@ -221,8 +229,10 @@ def _find_state(worker: torch.optim.Optimizer, given: Group) -> tuple[Since, tup
     name = type(worker).__name__
     group = {key: value for key, value in given.items() if key != "params"}
     generator = torch.Generator().manual_seed(1)
-    start = torch.randn(_TRIAL_SHAPE, generator=generator)
-    gradients = [torch.randn(_TRIAL_SHAPE, generator=generator) for _ in range(_TRIAL_STEPS)]
+    start = torch.randn(_TRIAL_SHAPE, generator=generator, device="cpu")
+    gradients = [
+        torch.randn(_TRIAL_SHAPE, generator=generator, device="cpu") for _ in range(_TRIAL_STEPS)
+    ]
     flat, slices = [each.flatten() for each in gradients], (slice(0, 24), slice(24, None))
     try:
         whole, found, beside = _trial(worker, group, start, gradients)

@@ -37,7 +37,7 @@ class ResumableSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(len(self.dataset), generator=generator).tolist()  # type: ignore[arg-type]
+        order = torch.randperm(len(self.dataset), generator=generator, device="cpu").tolist()  # type: ignore[arg-type]
         left = order[self.taken :]
         if left:
             missing = -len(left) % self.num_replicas

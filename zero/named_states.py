@@ -116,7 +116,7 @@ class OwnedState:
         if form is None:
             return None
         if found is None:
-            found = torch.empty(form[1], dtype=getattr(torch, form[0]))
+            found = torch.empty(form[1], dtype=getattr(torch, form[0]), device="cpu")
         self.source.communicator.broadcast(found, owner)
         return found.to(self.source.device)
 
@@ -129,7 +129,7 @@ class OwnedState:
             return None
         if not self._is_owner:
             types = {form[0]: form[1] for form in self.whole.kept(self._key).forms}
-            return torch.empty(0, dtype=types.get(self.name, torch.float32))
+            return torch.empty(0, dtype=types.get(self.name, torch.float32), device="cpu")
         found = self._own()
         return None if found is None else found.reshape(-1).to(self.source.device)
 
@@ -166,7 +166,7 @@ class OwnedState:
         found = self.whole.state_of(self._key).get(self.name) if self._is_owner else None
         if isinstance(found, Tensor):
             return found.detach().clone().contiguous()
-        return torch.tensor(found) if is_number(found) else None
+        return torch.tensor(found, device="cpu") if is_number(found) else None
 
     def _form(self, own: Tensor | None) -> tuple[int, Any]:
         """Return the owner, and type and shape of what it has; a collective."""

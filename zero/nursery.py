@@ -83,7 +83,7 @@ class SpooledShard:
 
     def read_full(self) -> torch.Tensor:
         """Return a private copy of all elements, flat; a collective."""
-        full = torch.empty(self.numel, dtype=self.own.dtype)
+        full = torch.empty(self.numel, dtype=self.own.dtype, device="cpu")
         for rank in range(self._communicator.world_size):
             start, stop = self.bounds(rank)
             if rank == self._communicator.rank:
@@ -194,7 +194,7 @@ class NurserySource(ShardSource):
             or parameter.device.type != "cpu"
         ):
             with torch.inference_mode(mode=False):
-                parameter.data = torch.empty(self.shape, dtype=self._dtype)
+                parameter.data = torch.empty(self.shape, dtype=self._dtype, device="cpu")
         parameter.untyped_storage().resize_(0)
         seal(parameter, sealed_like(parameter.data))
 
@@ -202,7 +202,7 @@ class NurserySource(ShardSource):
 def _owns_memory(parameter: torch.Tensor) -> bool:
     """Tell whether nobody else sees the memory of a parameter, so that it can be emptied."""
     storage = parameter.untyped_storage()
-    alone = torch.empty(1).untyped_storage()
+    alone = torch.empty(1, device="cpu").untyped_storage()
     return (
         parameter.is_contiguous()
         and parameter.storage_offset() == 0

@@ -214,7 +214,7 @@ def rule_of(named: NamedFactory | None) -> UpdateRule | GenericRule:
         return fused.rule
     if named.type_name in WHOLE_NAMES:
         return GenericRule(0)
-    trial = torch.nn.Parameter(torch.zeros(1))
+    trial = torch.nn.Parameter(torch.zeros(1, device="cpu"))
     return GenericOptimizer(_torch_optimizer(named, [trial])).rule
 
 

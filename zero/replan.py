@@ -285,7 +285,7 @@ def _copy(
                 values = resize.of(values, is_value=True)
             except Exception as error:  # noqa: BLE001  raised by all ranks at once
                 failure = failure or error
-                values = torch.zeros(resize.shape, dtype=values.dtype)
+                values = torch.zeros(resize.shape, dtype=values.dtype, device=values.device)
             nursery.communicator.broadcast(values, 0)
             moments = {key: resize.of(each, is_value=False) for key, each in moments.items()}
         try:

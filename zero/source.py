@@ -301,7 +301,7 @@ class StoreSource(ShardSource):
             return
         self.settle()
         start, stop = self.own_range()
-        zeros = torch.zeros(stop - start, dtype=self.dtype(Field.GRADIENT))
+        zeros = torch.zeros(stop - start, dtype=self.dtype(Field.GRADIENT), device="cpu")
         write_range(self.runtime.store, self.segment_index, Field.GRADIENT, start, zeros)
         reducer = self.runtime.reducer
         if reducer is not None:

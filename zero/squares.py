@@ -23,7 +23,7 @@ class SquaredNorms:
         count = 1 + max(
             (member.order for segment in segments for member in segment.members), default=-1
         )
-        self._squares = torch.zeros(count, dtype=torch.float64)
+        self._squares = torch.zeros(count, dtype=torch.float64, device="cpu")
         self._on_device: dict[int, torch.Tensor] = {}
         """Sums of blocks by parameter, on a device, that are not in `_squares` yet."""
         self._waiting: dict[int, torch.Tensor] = {}

@@ -106,6 +106,10 @@ def _never(_func: Callable[..., Any], _args: Arguments, _kwargs: Keywords) -> bo
     return False
 
 
+def _is_shared(_func: Callable[..., Any], args: Arguments, _kwargs: Keywords) -> bool:
+    return source_of(args[0]).device.type == "cuda"
+
+
 def _format(_func: Callable[..., Any], args: Arguments, _kwargs: Keywords) -> Any:
     """Describe what has dimensions; format the number of what has none."""
     item, specification = args
@@ -307,6 +311,7 @@ _SPECIAL: dict[Any, _Special] = {
     **dict.fromkeys(tables.DETACHED, _detached),
     **dict.fromkeys(tables.REFUSED, _refuse),
     **dict.fromkeys(tables.NEVER, _never),
+    tables.IS_SHARED: _is_shared,
     **dict.fromkeys(tables.SET_REQUIRES_GRADIENT, _set_requires_gradient),
     tables.FORMAT: _format,
     tables.SET_DATA: _set_data,

@@ -122,8 +122,11 @@ AUTOGRAD: frozenset[Any] = frozenset(
 REFUSED: frozenset[Any] = frozenset(_found(torch.Tensor, _REFUSED_METHODS))
 """Would hand out memory that is not there, or move the parameter off its own."""
 
-NEVER: frozenset[Any] = frozenset(_found(torch.Tensor, ["is_shared", "is_pinned"]))
+NEVER: frozenset[Any] = frozenset(_found(torch.Tensor, ["is_pinned"]))
 """Answered with False."""
+
+IS_SHARED = torch.Tensor.is_shared
+"""True of all memory on a GPU, says torch."""
 
 OVERWRITES: frozenset[Any] = frozenset(_found(torch.Tensor, _OVERWRITES))
 """Set every element of their first argument, so its old values need not be read."""

@@ -79,7 +79,8 @@ class Segment:
         self.is_in_place = False
         self.is_replicated = False
         """Whether it is in place on each of several ranks, with the values of all."""
-        self.flat = torch.empty(0, dtype=torch_dtype(spec.element))  # [padded numel] once attached
+        self.flat = torch.empty(0, dtype=torch_dtype(spec.element), device="cpu")
+        """Shape `[padded numel]` once attached."""
         self._device: Device = HostDevice()
         self.communicator = communicator
         self.dropped_gradients: set[int] = set()
@@ -134,7 +135,7 @@ class Segment:
 
     def detach(self) -> None:
         """Let go of the flat buffer: the parameters have their values elsewhere now."""
-        self.flat = torch.empty(0, dtype=self.flat.dtype)
+        self.flat = torch.empty(0, dtype=self.flat.dtype, device="cpu")
         self._views.clear()
         self._sealed.clear()
 
@@ -209,7 +210,9 @@ class Segment:
         """
         if self._device.is_host or not isinstance(self._checksums, torch.Tensor):
             return self.changed()
-        found = torch.ne(self._checksums, torch.as_tensor(self.checksums()))
+        found = torch.ne(
+            self._checksums, torch.as_tensor(self.checksums(), device=self.flat.device)
+        )
         earlier = self.late_differences
         self.late_differences = found if earlier is None else earlier | found
         return [

@@ -78,7 +78,7 @@ class _Safetensors(WeightReader):
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         entry = self._entries[name]
-        target = torch.empty(stop - start, dtype=_DTYPES[entry["dtype"]])
+        target = torch.empty(stop - start, dtype=_DTYPES[entry["dtype"]], device="cpu")
         if not target.numel():
             return target
         size = target.element_size()

@@ -370,7 +370,9 @@ def _update_one(
     master = source.read(Field.MASTER)
     gradient = source.read(Field.GRADIENT) if source.has(Field.GRADIENT) else None
     if owner == runtime.communicator.rank:
-        wide = torch.zeros(source.shape) if gradient is None else gradient.cpu().float()
+        wide = (
+            torch.zeros(source.shape, device="cpu") if gradient is None else gradient.cpu().float()
+        )
         wide.mul_(grad_scale)
         with runtime.store.ledger.timing(Activity.UPDATE):
             host = master.cpu()

@@ -83,7 +83,7 @@ def _cut(
             f" {HOOK}(self, state, old_shape, new_shape) of the class, or resize before"
             " zero.initialize"
         )
-    new = torch.zeros(wanted, dtype=value.dtype)
+    new = torch.zeros(wanted, dtype=value.dtype, device=value.device)
     common = tuple(slice(0, min(pair)) for pair in zip(value.shape, wanted, strict=True))
     new[common] = value[common]
     return new

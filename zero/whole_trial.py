@@ -53,7 +53,7 @@ class Trials:
 
     def _try_with_values(self, group: Mapping[str, Any], name: str, shape: torch.Size) -> Kept:
         try:
-            return self._try_on(group, torch.ones(shape))
+            return self._try_on(group, torch.ones(shape, device="cpu"))
         except Exception as error:
             raise ConfigError(
                 f"optimizer {type(self._worker).__name__} cannot run on {name} of shape"

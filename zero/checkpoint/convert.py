@@ -78,7 +78,7 @@ class CheckpointWeights(WeightReader):
         tensor = self._tensors[name]
         found = list(self._index.blocks(tensor.name, WEIGHT, start, stop))
         if not found:
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         dtype = DTYPES[found[0][0][0].dtype]
         return torch.cat([self._block(block, dtype)[a : a + n] for block, a, n in found])
 
@@ -113,7 +113,7 @@ class CheckpointWeights(WeightReader):
                     torch.frombuffer(span.view(), dtype=DTYPES[piece.dtype]).clone()
                     for _, span in self._files.read(self._engine, blocks, 1)
                 ]
-                empty = torch.empty(0, dtype=DTYPES[piece.dtype])
+                empty = torch.empty(0, dtype=DTYPES[piece.dtype], device="cpu")
                 tensors[piece.name] = torch.cat([empty, *parts]).view(piece.shape)
         buffers = RunState.from_json(json.dumps(rank.run), tensors).value("buffers")
         return {name: value for name, value in buffers.items() if isinstance(value, torch.Tensor)}
@@ -172,7 +172,7 @@ def get_fp32_state_dict_from_checkpoint(
     for tensor in weights.tensors:
         value: Any = LazyTensor(weights, tensor.name, tensor.shape)
         if not lazy_mode:
-            value = torch.empty(tensor.shape)
+            value = torch.empty(tensor.shape, device="cpu")
             start = 0
             for part in weights.parts(tensor):
                 value.view(-1)[start : start + part.numel()] = part

@@ -69,7 +69,7 @@ def export_engine_dcp(engine: ZeroEngine, folder: str | Path) -> Path:
     communicator = engine._runtime.communicator
     communicator.join(f"exporting to {target}")
     problem: Exception | None = None
-    nonce = torch.tensor([secrets.randbits(62)])
+    nonce = torch.tensor([secrets.randbits(62)], device="cpu")
     communicator.broadcast(nonce, 0)
     pending = target.with_name(f"{_PENDING}{int(nonce):016x}")
     try:

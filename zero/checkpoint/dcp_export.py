@@ -73,7 +73,7 @@ class CheckpointSections(CheckpointWeights):
     ) -> torch.Tensor:
         """Return elements `[start, stop)` of a section, flat, in memory of their own."""
         dtype = self.section_dtype(tensor, section)
-        found = torch.empty(stop - start, dtype=dtype)
+        found = torch.empty(stop - start, dtype=dtype, device="cpu")
         filled = 0
         ranges = list(self._index.blocks(tensor.name, section, start, stop))
         stream = self._files.read(self._engine, (block for block, _, _ in ranges), _READS_AHEAD)
@@ -174,7 +174,7 @@ def small_values(source: CheckpointSections) -> dict[str, Any]:
             options = from_plain(group["options"], {})
             groups.append({**usual, **options, "params": list(group["names"])})
         steps = {
-            tensor.name: {_STEP: torch.tensor(float(tensor.steps))}
+            tensor.name: {_STEP: torch.tensor(float(tensor.steps), device="cpu")}
             for tensor in source.tensors
             if tensor.steps is not None
         }
@@ -187,7 +187,7 @@ def torch_options(name: str) -> dict[str, Any]:
     made: Any = getattr(torch.optim, name, None)
     if not isinstance(made, type) or not issubclass(made, torch.optim.Optimizer):
         return {}
-    arguments: Any = ([torch.zeros(1)],)
+    arguments: Any = ([torch.zeros(1, device="cpu")],)
     try:
         group = made(*arguments).param_groups[0]
     except (TypeError, ValueError):

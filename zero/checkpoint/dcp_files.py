@@ -167,7 +167,7 @@ class DcpFiles:
             CheckpointError: if a file is damaged.
         """
         tensor = self.tensors[name]
-        found = torch.empty(stop - start, dtype=tensor.dtype)
+        found = torch.empty(stop - start, dtype=tensor.dtype, device="cpu")
         for first, box in boxes_of_range(tensor.shape, start, stop):
             values = found[first - start : first - start + box.numel].view(box.sizes)
             for chunk in tensor.chunks:

@@ -126,7 +126,7 @@ def _hash(
     hashes: dict[str, PieceHash],
 ) -> None:
     def hash_part(source: PieceSource, low: int, high: int) -> None:
-        values = torch.empty(high - low, dtype=DTYPES[source.piece.dtype])
+        values = torch.empty(high - low, dtype=DTYPES[source.piece.dtype], device="cpu")
         read(source.field, low + source.start - group.start, values)
         hashes[source.piece.key].update(low * values.element_size(), tensor_span(values).view())
 

@@ -113,7 +113,7 @@ class Save:
         except Exception as error:  # noqa: BLE001  told to the other ranks, then raised
             problem = error
         agree(self._communicator, problem, "prepare it")
-        nonce = torch.tensor([PendingFolder.new_nonce()])
+        nonce = torch.tensor([PendingFolder.new_nonce()], device="cpu")
         self._communicator.broadcast(nonce, 0)
         self._pending = PendingFolder(request.folder, request.tag, f"{int(nonce):016x}")
         self._make_folder()
@@ -350,7 +350,9 @@ def _waiting(engine: ZeroEngine) -> dict[str, Any]:
 
 def agree(communicator: Communicator, problem: Exception | None, what: str) -> None:
     """Raise this rank's problem, or say which other ranks have one; a collective."""
-    flags = communicator.gather_rows(torch.tensor([int(problem is not None)])).reshape(-1)
+    flags = communicator.gather_rows(
+        torch.tensor([int(problem is not None)], device="cpu")
+    ).reshape(-1)
     if problem is not None:
         raise problem
     failed = [rank for rank, flag in enumerate(flags.tolist()) if flag]

@@ -249,7 +249,7 @@ class _Loading:
         return found
 
     def _read_piece(self, piece: PieceEntry) -> torch.Tensor:
-        values = torch.empty(piece.numel, dtype=DTYPES[piece.dtype])
+        values = torch.empty(piece.numel, dtype=DTYPES[piece.dtype], device="cpu")
         blocks = iter([(piece, number) for number in range(len(piece.checksums))])
         start = 0
         for _, span in self.files.read(self._io, blocks):
@@ -339,7 +339,7 @@ class _Loading:
     def _whole(self, entry: TensorEntry, section: str) -> torch.Tensor:
         """Read a whole section of one tensor, flat, fp32; zeros if it was not saved."""
         index = PieceIndex(self._manifest)
-        values = torch.zeros(entry.numel)
+        values = torch.zeros(entry.numel, device="cpu")
         if not index.has(entry.name, section):
             return values
         found = self._joined(index, entry.name, section, entry.numel)
@@ -353,7 +353,7 @@ class _Loading:
     def _joined(self, index: PieceIndex, name: str, section: str, numel: int) -> torch.Tensor:
         """Read a section as it was saved."""
         found = list(index.blocks(name, section, 0, numel))
-        values = torch.zeros(numel, dtype=DTYPES[found[0][0][0].dtype])
+        values = torch.zeros(numel, dtype=DTYPES[found[0][0][0].dtype], device="cpu")
         start = 0
         for _, span in self.files.read(self._io, iter([block for block, _, _ in found])):
             part = torch.frombuffer(span.view(), dtype=values.dtype)

@@ -82,5 +82,5 @@ def unpack_state(packed: Mapping[str, Any], blob: bytes) -> RunState:
 
 def _tensor(raw: bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     if not raw:
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(*shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(tuple(shape))

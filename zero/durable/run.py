@@ -231,7 +231,9 @@ class DurableRun:
         """Commit if it is time or if a rank was told to end, which it then does; a collective."""
         ends = self._watch.is_requested
         if self._communicator.world_size > 1:
-            ends = bool(self._communicator.gather_rows(torch.tensor([int(ends)])).any())
+            ends = bool(
+                self._communicator.gather_rows(torch.tensor([int(ends)], device="cpu")).any()
+            )
         if ends or engine.global_steps % self.every_steps == 0:
             self._commit(engine)
         if ends:

@@ -1,0 +1,129 @@
+"""A default device of torch's changes nothing: what is on the host is made there by name.
+
+The default device of these tests is "meta", whose tensors have no values: what is made without a
+device shows as an error, or as other bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.support.configs import make_config
+
+pytestmark = pytest.mark.nvme
+
+
+@pytest.fixture(params=["cpu", "meta"])
+def default_device(request: pytest.FixtureRequest) -> Iterator[str]:
+    torch.set_default_device(request.param)
+    yield request.param
+    torch.set_default_device(None)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Any]:
+    """What came of each case with the processor as default device."""
+    return {}
+
+
+def make_model() -> nn.Module:
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(24, 24) for _ in range(4)))
+
+
+def batch(step: int) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(step)
+    return torch.randn(4, 24, generator=generator, device="cpu")
+
+
+def config_of(tier: str, optimizer: str, scratch: Path) -> dict[str, Any]:
+    pages = {"nvme_path": str(scratch), "host_memory": "30KB", "sub_group_size": 1024}
+    more = pages if tier == "nvme" else {"host_memory": "1GB"}
+    config = make_config(parameters=tier, optimizer=tier, accumulation=2, clip=1.0, **more)
+    config["optimizer"] = {"type": optimizer, "params": {"lr": 1e-2}}
+    return config
+
+
+def train(engine: zero.ZeroEngine, steps: range) -> None:
+    for step in steps:
+        for micro in range(2):
+            engine.backward(engine(batch(2 * step + micro)).square().mean())
+        engine.step()
+
+
+CASES = [
+    ("none", "AdamW"),
+    ("cpu", "AdamW"),
+    ("nvme", "AdamW"),
+    ("nvme", "Lion"),
+    ("cpu", "RAdam"),
+    ("nvme", "Adafactor"),
+    ("cpu", "Lamb"),
+]
+
+
+@pytest.mark.parametrize(("tier", "optimizer"), CASES, ids="-".join)
+def test_training_touches_and_checkpoints(
+    tier: str, optimizer: str, default_device: str, outcomes: dict[str, Any], scratch: Path
+) -> None:
+    engine, _, _, _ = zero.initialize(
+        model=make_model(), config=config_of(tier, optimizer, scratch)
+    )
+    assert (engine.plan.memory.swap_file_bytes > 0) is (tier == "nvme")
+    train(engine, range(2))
+    weight = engine.module[1].weight
+    twin = copy.deepcopy(engine.module)
+    pickled = pickle.loads(pickle.dumps(weight))
+    gradient = torch.autograd.grad(weight.square().sum(), weight)[0].clone()
+    with torch.no_grad():
+        weight[3].fill_(0.5)
+    engine.save_checkpoint(scratch / "saved")
+    engine.save_16bit_model(scratch / "whole")
+    train(engine, range(2, 4))
+    found = [
+        *(each.detach().clone() for each in engine.module.parameters()),
+        *(each.detach() for each in twin.parameters()),
+        pickled.detach(),
+        gradient,
+        *(zero.safe_get_full_fp32_param(each) for each in engine.module.parameters()),
+    ]
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    engine, _, _, _ = zero.initialize(
+        model=make_model(), config=config_of(tier, optimizer, scratch)
+    )
+    engine.load_checkpoint(scratch / "saved")
+    train(engine, range(2, 4))
+    loaded = [each.detach().clone() for each in engine.module.parameters()]
+    engine.destroy()
+    assert all(each.device.type == "cpu" for each in (*found, *loaded))
+    assert all(map(torch.equal, loaded, found))
+    key = f"{tier} {optimizer}"
+    if default_device == "cpu":
+        outcomes[key] = found, norm
+        return
+    expected, expected_norm = outcomes[key]
+    assert norm == expected_norm
+    assert all(map(torch.equal, found, expected))
+
+
+def test_models_built_under_init(default_device: str, scratch: Path) -> None:
+    with zero.Init(), torch.device("cpu"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4)))
+    zero.load_weights(model, make_model().state_dict())
+    engine, _, _, _ = zero.initialize(model=model, config=config_of("nvme", "AdamW", scratch))
+    for ours, theirs in zip(engine.module.parameters(), make_model().parameters(), strict=True):
+        assert torch.equal(ours.clone(), theirs)
+    train(engine, range(2))
+    engine.destroy()
