@@ -58,34 +58,82 @@ _ALONE = (
 """Options that a row beside a peer's program does not have: there the peer decides."""
 
 
-def run_ours(
-    options: argparse.Namespace, row: Row, sizes: Sizes, drive: gpu_drive.DriveWatch | None
-) -> dict[str, Any]:
-    """Train a row and return what it took."""
-    watch = MemoryWatch()
-    if options.model == "transformers":
-        importlib.import_module("transformers.models.llama.modeling_llama")
-    watch.note("imported")
-    train_plainly()
-    watch.note("torch has trained")
-    begin = time.perf_counter()
-    built = build(options, row, sizes)
-    synchronize()
-    made = time.perf_counter()
-    watch.note("model built")
-    with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
-        engine, _, _, _ = zero.initialize(
-            model=built.model, config=make_config(row, folder, options.batch, options.tiers)
-        )
+class RowRun:
+    """One row on its way. What was found is written anew after each step that counts."""
+
+    def __init__(self, options: argparse.Namespace, row: Row, sizes: Sizes, ranks: int) -> None:
+        self._options, self._sizes = options, sizes
+        name = options.name or options.row
+        self._outcome: dict[str, Any] = {
+            "row": name if ranks == 1 else f"{name}-x{ranks}",
+            "command": sys.argv,
+            "peer": None,
+        }
+        if options.peer is not None:
+            self._outcome["peer"] = json.loads(options.peer.read_text(encoding="utf-8"))
+            row = within_peer(row, sizes, self._outcome["peer"])
+        self._row = row
+        self._outcome |= {"settings": vars(row), "steps": options.steps or row.steps}
+        self._planned = planned_device_bytes(row, sizes) if ranks == 1 else None
+        self._is_written = not dist.is_initialized() or dist.get_rank() == 0
+        self._watch = MemoryWatch()
+        self._ours: dict[str, Any] = {}
+        self._rows: list[dict[str, float]] = []
+        pages = row.optimizer == "nvme" and not row.takes_peer_memory and options.drive_mebibytes
+        self._drive = gpu_drive.DriveWatch(options.nvme, options.drive_mebibytes) if pages else None
+
+    def run(self) -> None:
+        """Train the row."""
+        options, row, watch = self._options, self._row, self._watch
+        if options.model == "transformers":
+            importlib.import_module("transformers.models.llama.modeling_llama")
+        watch.note("imported")
+        train_plainly()
+        watch.note("torch has trained")
+        begin = time.perf_counter()
+        built = build(options, row, self._sizes)
         synchronize()
-        ready = time.perf_counter()
-        watch.note("initialized")
-        reset_peak()
-        rows = train(engine, built.loss, row, watch, drive, options)
-        outcome = summary(engine, rows[row.warm_up :])
-        outcome |= {
-            "rows": rows,
-            "startup_seconds": {"build": made - begin, "shard": ready - made},
+        made = time.perf_counter()
+        watch.note("model built")
+        with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
+            engine, _, _, _ = zero.initialize(
+                model=built.model, config=make_config(row, folder, options.batch, options.tiers)
+            )
+            synchronize()
+            self._ours["startup_seconds"] = {
+                "build": made - begin,
+                "shard": time.perf_counter() - made,
+            }
+            self._ours["plan"] = engine.plan.to_dict()
+            watch.note("initialized")
+            reset_peak()
+            for step in range(1, row.warm_up + self._outcome["steps"] + 1):
+                self._step(engine, built.loss, step)
+            if options.profile:
+                profile(engine, built.loss, options)
+            engine.destroy()
+        if self._drive is not None:
+            self._drive.close()
+
+    def _step(self, engine: zero.ZeroEngine, loss_of: Loss, step: int) -> None:
+        """Run a step in its turn, and look at the drive before and after those that count."""
+        if self._options.turns is not None:
+            self._options.turns.wait()
+        self._rows.append(train_step(engine, loss_of, self._options))
+        self._watch.note(f"step {step}")
+        warm_up = self._row.warm_up
+        if self._drive is not None and step >= warm_up and any(paged(engine).values()):
+            self._drive.measure()
+            self._watch.note(_DRIVE)
+        if step > warm_up and self._is_written:
+            self._write(engine)
+
+    def _write(self, engine: zero.ZeroEngine) -> None:
+        counted, watch = self._rows[self._row.warm_up :], self._watch
+        ours = self._ours | summary(engine, counted)
+        ours |= {
+            "rows": self._rows,
+            "planned_device_bytes": self._planned,
             "rss_bytes": {
                 "imported": watch.phases[0]["VmRSS"],
                 "before": watch.phases[2]["VmRSS"],
@@ -93,12 +141,16 @@ def run_ours(
             },
             "memory_phases": watch.phases,
             "mappings": mappings(),
-            "plan": engine.plan.to_dict(),
         }
-        if options.profile:
-            profile(engine, built.loss, options)
-        engine.destroy()
-    return outcome
+        if self._drive is not None and self._drive.rates:
+            seconds = [each["seconds"] for each in counted]
+            ours["drive"] = gpu_drive.compare(
+                self._drive.rates, **ours["paged_bytes"], seconds=seconds
+            )
+        path = self._options.out / f"{self._outcome['row']}.json"
+        text = json.dumps(self._outcome | {"ours": ours}, indent=1)
+        path.with_suffix(".part").write_text(text, encoding="utf-8")
+        path.with_suffix(".part").replace(path)
 
 
 def train_plainly() -> None:
@@ -119,28 +171,6 @@ def build(options: argparse.Namespace, row: Row, sizes: Sizes) -> Built:
     if options.model == "transformers":
         return build_transformers(sizes, device, checkpoints=row.checkpoints)
     return build_llama(sizes, device, checkpoints=row.checkpoints)
-
-
-def train(
-    engine: zero.ZeroEngine,
-    loss_of: Loss,
-    row: Row,
-    watch: MemoryWatch,
-    drive: gpu_drive.DriveWatch | None,
-    options: argparse.Namespace,
-) -> list[dict[str, float]]:
-    """Run the steps of a row, each in its turn, and return their seconds."""
-    found = []
-    count = row.warm_up + (options.steps or row.steps)
-    for step in range(1, count + 1):
-        if options.turns is not None:
-            options.turns.wait()
-        found.append(train_step(engine, loss_of, options))
-        watch.note(f"step {step}")
-        if drive is not None and step >= row.warm_up and any(paged(engine).values()):
-            drive.measure()
-            watch.note(_DRIVE)
-    return found
 
 
 def paged(engine: zero.ZeroEngine) -> dict[str, int]:
@@ -179,6 +209,7 @@ def summary(engine: zero.ZeroEngine, rows: list[dict[str, float]]) -> dict[str, 
         "ranks": engine.world_size,
         "median_seconds": statistics.median(seconds),
         "spread_seconds": [min(seconds), max(seconds)],
+        "counted_seconds": seconds,
         "device_peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
         "ledger": last,
         "paged_bytes": paged(engine),
@@ -225,25 +256,6 @@ def reset_peak() -> None:
     """Begin to look for the peak of device memory."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-
-
-def measure(options: argparse.Namespace, row: Row, sizes: Sizes) -> dict[str, Any]:
-    """Run a row, the drive measured around its steps, and return all that was found."""
-    name = options.name or options.row
-    outcome: dict[str, Any] = {"row": name, "command": sys.argv, "peer": None}
-    if options.peer is not None:
-        outcome["peer"] = json.loads(options.peer.read_text(encoding="utf-8"))
-        row = within_peer(row, sizes, outcome["peer"])
-    outcome["settings"] = vars(row)
-    pages = row.optimizer == "nvme" and not row.takes_peer_memory and options.drive_mebibytes
-    drive = gpu_drive.DriveWatch(options.nvme, options.drive_mebibytes) if pages else None
-    outcome["ours"] = ours = run_ours(options, row, sizes, drive)
-    is_alone = ours["ranks"] == 1
-    ours["planned_device_bytes"] = planned_device_bytes(row, sizes) if is_alone else None
-    if drive is not None and drive.rates:
-        steps = [each["seconds"] for each in ours["rows"][row.warm_up :]]
-        ours["drive"] = gpu_drive.compare(drive.rates, **ours["paged_bytes"], seconds=steps)
-    return outcome
 
 
 def parse() -> argparse.Namespace:
@@ -331,16 +343,9 @@ def main() -> None:
     if isinstance(row.device_memory, int):
         row = replace(row, device_memory=row.device_memory * ranks)
     options.out.mkdir(parents=True, exist_ok=True)
-    outcome = measure(options, row, sizes)
-    name = outcome["row"]
+    RowRun(options, row, sizes, ranks).run()
     if ranks > 1:
-        rank = dist.get_rank()
         dist.destroy_process_group()
-        if rank != 0:
-            return
-        name = outcome["row"] = f"{name}-x{ranks}"
-    path = options.out / f"{name}.json"
-    path.write_text(json.dumps(outcome, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ then those of the best sizes again.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
@@ -59,52 +60,57 @@ class DriveRates:
 
 
 class DriveWatch:
-    """Measures a drive before the first step and after each one."""
+    """Measures a drive before the first step and after each one, through a file of its own.
+
+    The file stays between measurements: new blocks of it would be slower than those of a swap file.
+    """
 
     def __init__(self, directory: Path, mebibytes: int) -> None:
         self.rates: list[DriveRates] = []
-        self._directory = directory
-        self._mebibytes = mebibytes
+        self._size_bytes = mebibytes << 20
         self._settings = _ALL
+        self._open = contextlib.ExitStack()
+        self._engine = self._open.enter_context(open_engine("auto", directory=directory))
+        self._file = self._engine.create_file(directory, self._size_bytes)
+        self._open.callback(self._file.close)
 
     def measure(self) -> None:
         """Measure it once more."""
-        found, self._settings = measure(self._directory, self._mebibytes, self._settings)
+        arena = HostArena(IN_FLIGHT_BYTES)
+        whole = arena.carve(IN_FLIGHT_BYTES)
+        whole.view()[:] = b"\xa5" * IN_FLIGHT_BYTES
+        if not self.rates:
+            one_way(self._engine, self._file, split(whole, 16 << 20), writes=True)
+        found, self._settings = measure(self._engine, self._file, whole, self._settings)
+        arena.close()
         self.rates.append(found)
+
+    def close(self) -> None:
+        """Give file and engine back."""
+        self._open.close()
 
 
 def measure(
-    directory: Path, mebibytes: int, settings: Settings = _ALL
+    engine: Engine, file: TransferFile, whole: Span, settings: Settings
 ) -> tuple[DriveRates, Settings]:
-    """Measure a drive through a file of its own, made of huge pages and direct transfers.
+    """Measure a drive through a file that was written, by transfers from and to a span.
 
     Returns:
         The best rates, and the settings that gave them.
     """
-    with open_engine("auto", directory=directory) as engine:
-        file = engine.create_file(directory, mebibytes << 20)
-        arena = HostArena(IN_FLIGHT_BYTES)
-        whole = arena.carve(IN_FLIGHT_BYTES)
-        whole.view()[:] = b"\xa5" * IN_FLIGHT_BYTES
-        one_way(engine, file, split(whole, 16 << 20), writes=True)  # so that reads are real
-        read, read_size = max(
-            (one_way(engine, file, split(whole, size), writes=False), size)
-            for size in settings.read
-        )
-        write, write_size = max(
-            (one_way(engine, file, split(whole, size), writes=True), size)
-            for size in settings.write
-        )
-        mixed, mixed_size = max(
-            (run(engine, file, split(whole, size), 1, drains=False), size)
-            for size in settings.mixed
-        )
-        bursts, burst_sizes = max(
-            (run(engine, file, split(whole, size), burst // size, drains=True), (size, burst))
-            for size, burst in settings.bursts
-        )
-        file.close()
-        arena.close()
+    read, read_size = max(
+        (one_way(engine, file, split(whole, size), writes=False), size) for size in settings.read
+    )
+    write, write_size = max(
+        (one_way(engine, file, split(whole, size), writes=True), size) for size in settings.write
+    )
+    mixed, mixed_size = max(
+        (run(engine, file, split(whole, size), 1, drains=False), size) for size in settings.mixed
+    )
+    bursts, burst_sizes = max(
+        (run(engine, file, split(whole, size), burst // size, drains=True), (size, burst))
+        for size, burst in settings.bursts
+    )
     best = Settings((read_size,), (write_size,), (mixed_size,), (burst_sizes,))
     return DriveRates(read, write, mixed, bursts), best
 

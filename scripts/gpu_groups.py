@@ -69,7 +69,7 @@ GROUPS: dict[str, Group] = {
         (Ours("host-exact", "host"), Ours("host-compact", "host")),
     ),
     "nvme": Group(
-        220,
+        260,
         (Peer("nvme", "nvme", 4),),
         (
             Ours("nvme-fits-exact", "nvme"),
@@ -88,7 +88,7 @@ GROUPS: dict[str, Group] = {
         (Ours("nvme-4gb-compact", "nvme-lossy", "nvme-4gb-compact-lossy-peer"),),
     ),
     "param": Group(
-        250,
+        300,
         (Peer("param", "nvme_param", 4, {"CKPT": "1", "PBUFS": "60", "PBUF": "7e7"}),),
         (Ours("all-nvme-4gb-exact", "param"), Ours("all-nvme-4gb-compact", "param")),
     ),
@@ -164,7 +164,7 @@ def run_group(group: Group, options: argparse.Namespace) -> Iterator[str]:
     for name in names_of(group):
         if (found := players.get(name)) is None:
             yield f"{name}: left out, no time was left to start it"
-        elif (failed := failure(found)) is not None:
+        elif (failed := failure(found, result_path(name, options))) is not None:
             yield failed
         elif name.startswith(_PEER):
             yield peer_outcome(found, options)
@@ -244,18 +244,26 @@ def our_outcome(player: Player, peer_name: str, options: argparse.Namespace) -> 
     """Put beside a row what its peer took in the end, and return a line about both."""
     path, peer = result_path(player.name, options), result_path(_PEER + peer_name, options)
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    found["turn_seconds"] = player.turn_seconds
     if peer_name and peer.exists():
         found["peer"] = json.loads(peer.read_text(encoding="utf-8"))
-        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    path.write_text(json.dumps(found, indent=1), encoding="utf-8")
     return f"{player.name}: {described(found)}"
 
 
-def failure(player: Player) -> str | None:
-    """Return what is to be said of a program that did not end well, or None."""
+def failure(player: Player, result: Path) -> str | None:
+    """Return what is to be said of a program that did not end well, or None.
+
+    One that was ended before its time has done well if it has a result, of fewer steps.
+    """
     code = player.process.returncode
-    if code == 0:
+    if code == 0 or (player.was_stopped and result.exists()):
         return None
     if player.was_stopped:
-        return f"{player.name}: ended after {player.seconds:.0f} s, its steps were not over"
+        turns = " ".join(f"{each:.1f}" for each in player.turn_seconds) or "none"
+        return (
+            f"{player.name}: ended after {player.seconds:.0f} s, its steps were not over; turns of"
+            f" {turns} s"
+        )
     tail = player.log.read_text(encoding="utf-8", errors="replace")[-1500:]
     return f"{player.name}: failed with {code} after {player.seconds:.0f} s\n{tail}"

@@ -52,8 +52,11 @@ def line(found: dict[str, Any]) -> list[str]:
         sum(size for name, size in nvme.items() if name.startswith(f"nvme {way}")) / GB
         for way in ("read", "write")
     ]
+    steps, wanted = len(ours.get("counted_seconds", ())), found.get("steps")
     return [
-        found["row"],
+        found["row"]
+        if steps == wanted or not steps
+        else f"{found['row']}, {steps} of {wanted} steps",
         f"{seconds:.3f}",
         " to ".join(f"{each:.3f}" for each in ours["spread_seconds"]),
         f"{theirs:.2f}" if theirs else "-",

@@ -67,6 +67,8 @@ class Player:
         """How long it went on; None while it does."""
         self.was_stopped = False
         """Whether it was ended before its time."""
+        self.turn_seconds: list[float] = []
+        """How long each of its turns was: its step, and what it does besides."""
         self._begun = time.monotonic()
         theirs, words = os.pipe()
         answers, their_answers = os.pipe()
@@ -123,8 +125,10 @@ class Player:
         """Give it so many turns, one after another; return what it said last, as `wait` does."""
         facts: dict[str, Any] | None = {}
         for _ in range(count):
+            begin = time.monotonic()
             self.go()
             facts = self.wait(end)
+            self.turn_seconds.append(round(time.monotonic() - begin, 2))
             if facts is None:
                 break
         return facts

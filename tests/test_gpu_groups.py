@@ -307,3 +307,29 @@ def test_a_row_beside_a_program_refuses_what_it_would_not_do(
     done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert said in done.stderr
+
+
+@pytest.mark.nvme
+def test_a_row_that_is_cut_short_keeps_the_steps_that_it_made(scratch: Path) -> None:
+    """A real row, small and on the processor."""
+    command = [str(SCRIPTS / "gpu_bench.py"), "--turns={turns}", "--row", "nvme-4gb-exact"]
+    command += ["--out", str(scratch), "--nvme", str(scratch), "--drive-mebibytes", "64"]
+    command += ["--hidden", "128", "--layers", "1", "--vocabulary", "64", "--length", "16"]
+    player = Player("nvme-4gb-exact", command, {"OMP_NUM_THREADS": "1"}, scratch)
+    end = time.monotonic() + 120
+    ready = player.wait(end)
+    assert ready is not None, player.log.read_text(encoding="utf-8")
+    result = scratch / "nvme-4gb-exact.json"
+    player.take(1, end)  # the step that does not count
+    assert not result.exists()
+    player.take(2, end)
+    player.stop()
+    assert player.was_stopped
+    assert len(player.turn_seconds) == 3
+    found = json.loads(result.read_text(encoding="utf-8"))
+    assert (len(found["ours"]["rows"]), len(found["ours"]["counted_seconds"])) == (3, 2)
+    assert gpu_groups.failure(player, result) is None
+    options = argparse.Namespace(out=scratch)
+    said = gpu_groups.our_outcome(player, "", options)
+    assert said.startswith("nvme-4gb-exact: ")
+    assert "| nvme-4gb-exact, 2 of 3 steps |" in merge(scratch)
