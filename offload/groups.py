@@ -102,8 +102,10 @@ class GroupWriter:
     ) -> tuple[int, torch.Tensor]:
         """Return whole blocks, zeros where nothing was set between; keep the rest."""
         block = first // CODE_BLOCK_NUMEL * CODE_BLOCK_NUMEL
-        start, earlier = self._waiting.get(field, (block, torch.zeros(0, device="cpu")))
-        gap = torch.zeros(first - start - earlier.numel(), device="cpu")
+        start, earlier = self._waiting.get(
+            field, (block, torch.zeros(0, dtype=torch.float32, device="cpu"))
+        )
+        gap = torch.zeros(first - start - earlier.numel(), dtype=torch.float32, device="cpu")
         joined = torch.cat([earlier, gap, values])
         whole = joined.numel() // CODE_BLOCK_NUMEL * CODE_BLOCK_NUMEL
         self._waiting[field] = (start + whole, joined[whole:].clone())

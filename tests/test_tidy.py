@@ -92,15 +92,19 @@ def prints(tree: ast.Module, source: str) -> Breaches:
 
 
 def factories(tree: ast.Module, source: str) -> Breaches:
-    """Find tensors that are made without a device: `torch.set_default_device` would move them."""
-    names = ("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace")
-    names += ("logspace", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor")
-    made = {f"torch.{name}" for name in (*names, "zeros")}
+    """Find tensors that are made without device or type: torch's defaults would change them."""
+    typed = ("arange", "as_tensor", "asarray", "randint", "randperm", "scalar_tensor", "tensor")
+    untyped = ("empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "zeros")
+    wanted: dict[str, tuple[str, ...]] = {
+        **{f"torch.{name}": ("device",) for name in typed},
+        **{f"torch.{name}": ("device", "dtype") for name in (*untyped, "rand", "randn")},
+    }
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or name_of(node.func) not in made:
-            continue
-        if not any(keyword.arg in ("device", None) for keyword in node.keywords):
-            yield node.lineno, f"{name_of(node.func)}: say on which device"
+        name = name_of(node.func) if isinstance(node, ast.Call) else ""
+        given = [each.arg for each in node.keywords] if isinstance(node, ast.Call) else []
+        for keyword in wanted.get(name, ()):
+            if keyword not in given and None not in given:
+                yield node.lineno, f"{name}: say which {keyword}"
 
 
 def sleeps(tree: ast.Module, source: str) -> Breaches:

@@ -74,7 +74,7 @@ class ShardedAverage:
             if known.parameter is parameter:
                 source, _ = _match(known)
                 source.communicator.join(f"reading the average of {source.name}")
-                full = torch.empty(source.shape, device=source.device)
+                full = torch.empty(source.shape, dtype=torch.float32, device=source.device)
                 source.assemble(full, known.values.read())
                 return full
         raise ShardedAccessError(

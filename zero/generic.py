@@ -13,8 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -162,7 +161,7 @@ def run_step(
     worker.param_groups = [{**group, **plain, "params": [parameter]}]
     worker.state = collections.defaultdict(dict, {parameter: state})
     step = type(worker).step
-    with torch.no_grad(), _tensors_on_the_host():
+    with torch.no_grad(), _usual_defaults():
         # Without the wrapper that torch puts around it: no hooks, no profiler ranges.
         getattr(step, "__wrapped__", step)(worker)
     if parameter.data_ptr() != master.data_ptr():
@@ -170,10 +169,17 @@ def run_step(
     return dict(worker.state.get(parameter, {}))
 
 
-def _tensors_on_the_host() -> AbstractContextManager[object]:
-    """Let what a step makes without naming a device be on the host, where its operands are."""
+@contextlib.contextmanager
+def _usual_defaults() -> Iterator[None]:
+    """Let what a step makes without naming device and type be fp32 on the host, as its operands."""
     is_host = torch.get_default_device().type == "cpu"
-    return contextlib.nullcontext() if is_host else torch.device("cpu")
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with contextlib.nullcontext() if is_host else torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 def refuse_side_effects(
@@ -229,9 +235,10 @@ def _find_state(worker: torch.optim.Optimizer, given: Group) -> tuple[Since, tup
     name = type(worker).__name__
     group = {key: value for key, value in given.items() if key != "params"}
     generator = torch.Generator().manual_seed(1)
-    start = torch.randn(_TRIAL_SHAPE, generator=generator, device="cpu")
+    start = torch.randn(_TRIAL_SHAPE, generator=generator, dtype=torch.float32, device="cpu")
     gradients = [
-        torch.randn(_TRIAL_SHAPE, generator=generator, device="cpu") for _ in range(_TRIAL_STEPS)
+        torch.randn(_TRIAL_SHAPE, generator=generator, dtype=torch.float32, device="cpu")
+        for _ in range(_TRIAL_STEPS)
     ]
     flat, slices = [each.flatten() for each in gradients], (slice(0, 24), slice(24, None))
     try:

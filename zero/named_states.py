@@ -166,7 +166,10 @@ class OwnedState:
         found = self.whole.state_of(self._key).get(self.name) if self._is_owner else None
         if isinstance(found, Tensor):
             return found.detach().clone().contiguous()
-        return torch.tensor(found, device="cpu") if is_number(found) else None
+        if not is_number(found):
+            return None
+        dtype = torch.float32 if isinstance(found, float) else None
+        return torch.tensor(found, dtype=dtype, device="cpu")
 
     def _form(self, own: Tensor | None) -> tuple[int, Any]:
         """Return the owner, and type and shape of what it has; a collective."""

@@ -202,7 +202,7 @@ class NurserySource(ShardSource):
 def _owns_memory(parameter: torch.Tensor) -> bool:
     """Tell whether nobody else sees the memory of a parameter, so that it can be emptied."""
     storage = parameter.untyped_storage()
-    alone = torch.empty(1, device="cpu").untyped_storage()
+    alone = torch.empty(1, dtype=torch.float32, device="cpu").untyped_storage()
     return (
         parameter.is_contiguous()
         and parameter.storage_offset() == 0

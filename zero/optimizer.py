@@ -214,7 +214,7 @@ def rule_of(named: NamedFactory | None) -> UpdateRule | GenericRule:
         return fused.rule
     if named.type_name in WHOLE_NAMES:
         return GenericRule(0)
-    trial = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+    trial = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
     return GenericOptimizer(_torch_optimizer(named, [trial])).rule
 
 
@@ -231,7 +231,7 @@ def whole_tensors_of(
     if named is None or named.type_name not in WHOLE_NAMES:
         return WholeTensors(), ()
     made = {
-        each.name: torch.nn.Parameter(torch.empty(each.shape, device="meta"))
+        each.name: torch.nn.Parameter(torch.empty(each.shape, dtype=torch.float32, device="meta"))
         for each in shapes
         if each.is_trainable
     }

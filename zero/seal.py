@@ -73,7 +73,7 @@ def _sealed_like(like: torch.Tensor) -> torch.Tensor:
 def _is_available(device: torch.device) -> bool:
     """Try whether a parameter on a device can be sealed, is not read then, and comes back."""
     try:
-        probe = nn.Parameter(torch.ones(2, 3, device=device))
+        probe = nn.Parameter(torch.ones(2, 3, dtype=torch.float32, device=device))
         values = probe.data
         probe.data = _sealed_like(values)
         with contextlib.suppress(RuntimeError):

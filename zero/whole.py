@@ -371,7 +371,9 @@ def _update_one(
     gradient = source.read(Field.GRADIENT) if source.has(Field.GRADIENT) else None
     if owner == runtime.communicator.rank:
         wide = (
-            torch.zeros(source.shape, device="cpu") if gradient is None else gradient.cpu().float()
+            torch.zeros(source.shape, dtype=torch.float32, device="cpu")
+            if gradient is None
+            else gradient.cpu().float()
         )
         wide.mul_(grad_scale)
         with runtime.store.ledger.timing(Activity.UPDATE):

@@ -45,7 +45,7 @@ class Trials:
         """
         if (index, shape) not in self._found:
             try:
-                found = self._try_on(group, torch.ones(shape, device="meta"))
+                found = self._try_on(group, torch.ones(shape, dtype=torch.float32, device="meta"))
             except Exception:  # noqa: BLE001  what is wrong shows with values as well
                 found = self._try_with_values(group, name, shape)
             self._found[index, shape] = found
@@ -53,7 +53,7 @@ class Trials:
 
     def _try_with_values(self, group: Mapping[str, Any], name: str, shape: torch.Size) -> Kept:
         try:
-            return self._try_on(group, torch.ones(shape, device="cpu"))
+            return self._try_on(group, torch.ones(shape, dtype=torch.float32, device="cpu"))
         except Exception as error:
             raise ConfigError(
                 f"optimizer {type(self._worker).__name__} cannot run on {name} of shape"

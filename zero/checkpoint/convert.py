@@ -78,7 +78,7 @@ class CheckpointWeights(WeightReader):
         tensor = self._tensors[name]
         found = list(self._index.blocks(tensor.name, WEIGHT, start, stop))
         if not found:
-            return torch.empty(0, device="cpu")
+            return torch.empty(0, dtype=torch.float32, device="cpu")
         dtype = DTYPES[found[0][0][0].dtype]
         return torch.cat([self._block(block, dtype)[a : a + n] for block, a, n in found])
 
@@ -172,7 +172,7 @@ def get_fp32_state_dict_from_checkpoint(
     for tensor in weights.tensors:
         value: Any = LazyTensor(weights, tensor.name, tensor.shape)
         if not lazy_mode:
-            value = torch.empty(tensor.shape, device="cpu")
+            value = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
             start = 0
             for part in weights.parts(tensor):
                 value.view(-1)[start : start + part.numel()] = part

@@ -174,7 +174,9 @@ def small_values(source: CheckpointSections) -> dict[str, Any]:
             options = from_plain(group["options"], {})
             groups.append({**usual, **options, "params": list(group["names"])})
         steps = {
-            tensor.name: {_STEP: torch.tensor(float(tensor.steps), device="cpu")}
+            tensor.name: {
+                _STEP: torch.tensor(float(tensor.steps), dtype=torch.float32, device="cpu")
+            }
             for tensor in source.tensors
             if tensor.steps is not None
         }
@@ -187,7 +189,7 @@ def torch_options(name: str) -> dict[str, Any]:
     made: Any = getattr(torch.optim, name, None)
     if not isinstance(made, type) or not issubclass(made, torch.optim.Optimizer):
         return {}
-    arguments: Any = ([torch.zeros(1, device="cpu")],)
+    arguments: Any = ([torch.zeros(1, dtype=torch.float32, device="cpu")],)
     try:
         group = made(*arguments).param_groups[0]
     except (TypeError, ValueError):

@@ -300,7 +300,7 @@ class DcpLoading(PeerLoading):
     def _part(self, name: str, section: str, start: int, stop: int) -> torch.Tensor:
         """Read elements; state that was not saved is zero, as before the first step."""
         if section != WEIGHT and not self._own.has(name, section):
-            return torch.zeros(stop - start, device="cpu")
+            return torch.zeros(stop - start, dtype=torch.float32, device="cpu")
         values = self._own.read(name, section, start, stop)
         if section == WEIGHT:
             for alias, first in self._own.aliases.items():

@@ -125,12 +125,16 @@ class PeerLoading:
         if name in self.peer.frozen_shapes:
             if section == WEIGHT:
                 return self._files.read_frozen(name).float()
-            return torch.zeros(torch.Size(self.peer.frozen_shapes[name]).numel(), device="cpu")
+            return torch.zeros(
+                torch.Size(self.peer.frozen_shapes[name]).numel(), dtype=torch.float32, device="cpu"
+            )
         if self._files.has(name, section):
             return self._files.read(name, section)
         if section == WEIGHT:
             raise CheckpointError(f"{self.peer.path} has no weights of {name}")
-        return torch.zeros(torch.Size(self.peer.shapes[name]).numel(), device="cpu")
+        return torch.zeros(
+            torch.Size(self.peer.shapes[name]).numel(), dtype=torch.float32, device="cpu"
+        )
 
     def _match(self, *, strict: bool) -> dict[str, str]:
         """Return the saved name of each parameter, by its first name here."""

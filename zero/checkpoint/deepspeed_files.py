@@ -202,7 +202,7 @@ class PeerCheckpoint:
             tensor: torch.Tensor = found["param"] if isinstance(found, Mapping) else found
             found_numel, values = tensor.numel(), tensor.detach().reshape(-1).float()
         else:
-            values = torch.empty(numel, device="cpu")
+            values = torch.empty(numel, dtype=torch.float32, device="cpu")
             found_numel = 0
             for piece in self._pieces[name]:
                 _copy(

@@ -105,7 +105,11 @@ class Filler:
     def _add(self, writer: GroupWriter, portion: Portion) -> None:
         if portion.block is None:
             self._give(writer)
-            writer.put(portion.field, portion.target, torch.zeros(portion.numel, device="cpu"))
+            writer.put(
+                portion.field,
+                portion.target,
+                torch.zeros(portion.numel, dtype=torch.float32, device="cpu"),
+            )
         elif portion.is_bases:
             self._give(writer)
             _keep_bases(portion, self._shared(portion))

@@ -339,7 +339,7 @@ class _Loading:
     def _whole(self, entry: TensorEntry, section: str) -> torch.Tensor:
         """Read a whole section of one tensor, flat, fp32; zeros if it was not saved."""
         index = PieceIndex(self._manifest)
-        values = torch.zeros(entry.numel, device="cpu")
+        values = torch.zeros(entry.numel, dtype=torch.float32, device="cpu")
         if not index.has(entry.name, section):
             return values
         found = self._joined(index, entry.name, section, entry.numel)

@@ -1,7 +1,7 @@
-"""A default device of torch's changes nothing: what is on the host is made there by name.
+"""Torch's default device and type change nothing: what is made names its own.
 
-The default device of these tests is "meta", whose tensors have no values: what is made without a
-device shows as an error, or as other bits.
+The default device of these tests is "meta", whose tensors have no values, and the default types are
+others than fp32: what is made without naming them shows as an error, or as other bits.
 """
 
 from __future__ import annotations
@@ -22,28 +22,32 @@ from tests.support.configs import make_config
 pytestmark = pytest.mark.nvme
 
 
-@pytest.fixture(params=["cpu", "meta"])
-def default_device(request: pytest.FixtureRequest) -> Iterator[str]:
-    torch.set_default_device(request.param)
+@pytest.fixture(params=["usual", "meta", "float64", "bfloat16"])
+def defaults(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "meta":
+        torch.set_default_device("meta")
+    elif request.param != "usual":
+        torch.set_default_dtype(getattr(torch, request.param))
     yield request.param
     torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Any]:
-    """What came of each case with the processor as default device."""
+    """What came of each case with the usual defaults."""
     return {}
 
 
 def make_model() -> nn.Module:
     with torch.device("cpu"):
         torch.manual_seed(0)
-        return nn.Sequential(*(nn.Linear(24, 24) for _ in range(4)))
+        return nn.Sequential(*(nn.Linear(24, 24, dtype=torch.float32) for _ in range(4)))
 
 
 def batch(step: int) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(step)
-    return torch.randn(4, 24, generator=generator, device="cpu")
+    return torch.randn(4, 24, generator=generator, device="cpu", dtype=torch.float32)
 
 
 def config_of(tier: str, optimizer: str, scratch: Path) -> dict[str, Any]:
@@ -74,7 +78,7 @@ CASES = [
 
 @pytest.mark.parametrize(("tier", "optimizer"), CASES, ids="-".join)
 def test_training_touches_and_checkpoints(
-    tier: str, optimizer: str, default_device: str, outcomes: dict[str, Any], scratch: Path
+    tier: str, optimizer: str, defaults: str, outcomes: dict[str, Any], scratch: Path
 ) -> None:
     engine, _, _, _ = zero.initialize(
         model=make_model(), config=config_of(tier, optimizer, scratch)
@@ -106,10 +110,12 @@ def test_training_touches_and_checkpoints(
     train(engine, range(2, 4))
     loaded = [each.detach().clone() for each in engine.module.parameters()]
     engine.destroy()
-    assert all(each.device.type == "cpu" for each in (*found, *loaded))
+    assert {(each.device.type, each.dtype) for each in (*found, *loaded)} == {
+        ("cpu", torch.float32)
+    }
     assert all(map(torch.equal, loaded, found))
     key = f"{tier} {optimizer}"
-    if default_device == "cpu":
+    if defaults == "usual":
         outcomes[key] = found, norm
         return
     expected, expected_norm = outcomes[key]
@@ -117,10 +123,10 @@ def test_training_touches_and_checkpoints(
     assert all(map(torch.equal, found, expected))
 
 
-def test_models_built_under_init(default_device: str, scratch: Path) -> None:
+@pytest.mark.usefixtures("defaults")
+def test_models_built_under_init(scratch: Path) -> None:
     with zero.Init(), torch.device("cpu"):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4)))
+        model = nn.Sequential(*(nn.Linear(24, 24, dtype=torch.float32) for _ in range(4)))
     zero.load_weights(model, make_model().state_dict())
     engine, _, _, _ = zero.initialize(model=model, config=config_of("nvme", "AdamW", scratch))
     for ours, theirs in zip(engine.module.parameters(), make_model().parameters(), strict=True):
