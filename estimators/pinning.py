@@ -128,6 +128,8 @@ def fitting_numel(fits: Callable[[int], bool], cap: int) -> int:
     """Return the most elements up to `cap`, itself or whole cache lines, that fit (0 if none)."""
     if fits(cap):
         return cap
+    if not fits(SHARD_ALIGNMENT_NUMEL):  # as for all that come after a budget is spent
+        return 0
     low, high = 0, cap // SHARD_ALIGNMENT_NUMEL
     while low < high:
         middle = (low + high + 1) // 2

@@ -32,7 +32,6 @@ from estimators.records import (
 )
 from estimators.segments import PlacementRequest, SegmentSpec, Tier
 from estimators.summary import (
-    RESIDENT_ALIGNMENT_BYTES,
     MemoryPlan,
     SlotPlan,
     place_whole_tensors,
@@ -54,6 +53,9 @@ SLOT_COUNTS = (6, 5, 4, 3, 2)
 
 _FILLING_ROUNDS = 8
 """How often more of a device is tried to be spent, at most."""
+
+_SPENT_SHARE = 128
+"""Less than this part of a device's budget is left unspent rather than planned again."""
 
 PAGED_SHARE = 16
 """Slots take up to this part of what pages: more would push out what they carry."""
@@ -196,7 +198,7 @@ def _fill(request: PlacementRequest, budget: Budget, slots: SlotPlan) -> MemoryP
         extra = budget.device_bytes - plan.device_bytes
         if too_much is not None:
             extra = min(extra, (too_much - spare) // 2)
-        if extra < RESIDENT_ALIGNMENT_BYTES:
+        if extra * _SPENT_SHARE < budget.device_bytes:
             break
         fuller = _place(request, budget, slots, (host_bytes, spare + extra))
         if fuller.device_bytes > budget.device_bytes:

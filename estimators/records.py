@@ -175,12 +175,15 @@ class SubGroup:
 def section_bytes(
     request: PlacementRequest, segment: SegmentSpec, numel: int
 ) -> dict[Section, int]:
-    """Return the bytes of each section of a sub-group of `numel` elements, unpadded."""
-    sizes = {Section.PARAMETER: numel * segment.element.size_bytes}
-    if segment.trainable and request.trains:
-        sizes[Section.GRADIENT] = numel * segment.gradient.size_bytes
-        sizes[Section.STATE] = request.record_of(segment, numel).size_bytes
-    return dict(sorted(sizes.items()))
+    """Return the bytes of each section of a sub-group of `numel` elements, unpadded, in order."""
+    parameter_bytes = numel * segment.element.size_bytes
+    if not (segment.trainable and request.trains):
+        return {Section.PARAMETER: parameter_bytes}
+    return {
+        Section.GRADIENT: numel * segment.gradient.size_bytes,
+        Section.PARAMETER: parameter_bytes,
+        Section.STATE: request.record_of(segment, numel).size_bytes,
+    }
 
 
 def lowest_tiers(request: PlacementRequest, segment: SegmentSpec) -> dict[Section, Tier]:
