@@ -181,8 +181,9 @@ def test_the_schedule_of_the_drive_is_measured_on_the_swap_file(
         config["tiers"]["io_schedule"] = schedule
         written = process_io_bytes()[1]
         engine, _, _, _ = zero.initialize(model=make_model(extra=EXTRA), config=config)
-        if schedule == "measure":
-            assert process_io_bytes()[1] - written > 10 * engine.plan.memory.swap_file_bytes
+        size_bytes = engine.plan.memory.swap_file_bytes
+        if schedule == "measure":  # the start alone writes no more than all of it, once
+            assert process_io_bytes()[1] - written > 2 * size_bytes > 0
         for step in range(2):
             loss = engine(*make_batch(step))
             engine.backward(loss)
