@@ -133,3 +133,15 @@ def test_models_built_under_init(scratch: Path) -> None:
         assert torch.equal(ours.clone(), theirs)
     train(engine, range(2))
     engine.destroy()
+
+
+@pytest.mark.usefixtures("defaults")
+def test_training_data_is_read(scratch: Path) -> None:
+    data = [(batch(index),) for index in range(6)]
+    _, _, loader, _ = zero.initialize(
+        model=make_model(), config=config_of("cpu", "AdamW", scratch), training_data=data
+    )
+    assert loader is not None
+    found = [each for (both,) in loader for each in both]
+    assert len(found) == len(data)
+    assert all(any(torch.equal(each, known) for (known,) in data) for each in found)
