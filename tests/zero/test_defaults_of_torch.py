@@ -145,3 +145,27 @@ def test_training_data_is_read(scratch: Path) -> None:
     found = [each for (both,) in loader for each in both]
     assert len(found) == len(data)
     assert all(any(torch.equal(each, known) for (known,) in data) for each in found)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "RAdam", "Lamb"])
+def test_what_is_made_in_inference_mode_is_trained(optimizer: str, scratch: Path) -> None:
+    def run(*, in_mode: bool) -> list[torch.Tensor]:
+        config = config_of("none", optimizer, scratch)
+        model = make_model()
+        with torch.inference_mode(in_mode):
+            engine, _, _, _ = zero.initialize(model=model, config=config)
+        train(engine, range(1))
+        engine.save_checkpoint(scratch / f"{optimizer} {in_mode}")
+        with torch.inference_mode(in_mode):
+            engine.load_checkpoint(scratch / f"{optimizer} {in_mode}")
+        train(engine, range(1, 2))
+        for parameter in model[3].parameters():  # the next forward plans anew
+            parameter.data = torch.full((30, *parameter.shape[1:]), 0.5)
+        with torch.inference_mode(in_mode), torch.no_grad():
+            engine(batch(0))
+        train(engine, range(2, 3))
+        found = [each.detach().clone() for each in engine.module.parameters()]
+        engine.destroy()
+        return found
+
+    assert all(map(torch.equal, run(in_mode=True), run(in_mode=False)))
