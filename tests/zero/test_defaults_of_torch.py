@@ -154,16 +154,22 @@ def test_what_is_made_in_inference_mode_is_trained(optimizer: str, scratch: Path
         model = make_model()
         with torch.inference_mode(in_mode):
             engine, _, _, _ = zero.initialize(model=model, config=config)
-        train(engine, range(1))
+        for index in range(2):
+            engine.backward(engine(batch(index)).square().mean())
+        with torch.inference_mode(in_mode):
+            engine.step()
+            average = zero.ShardedAverage(model, decay=0.5)
+        train(engine, range(1, 2))
+        average.update()
         engine.save_checkpoint(scratch / f"{optimizer} {in_mode}")
         with torch.inference_mode(in_mode):
             engine.load_checkpoint(scratch / f"{optimizer} {in_mode}")
-        train(engine, range(1, 2))
+        train(engine, range(2, 3))
         for parameter in model[3].parameters():  # the next forward plans anew
             parameter.data = torch.full((30, *parameter.shape[1:]), 0.5)
         with torch.inference_mode(in_mode), torch.no_grad():
             engine(batch(0))
-        train(engine, range(2, 3))
+        train(engine, range(3, 4))
         found = [each.detach().clone() for each in engine.module.parameters()]
         engine.destroy()
         return found
