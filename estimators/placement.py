@@ -175,10 +175,6 @@ def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
     if _pages(request, budget):
         slots = plan_slots(request, budget.host_bytes - _must_stay_bytes(request))
     plan = _fill(request, budget, slots)
-    if request.durable:
-        copies = resident_copies(plan)
-        swap_bytes = plan.swap_file_bytes + 2 * sum(copy.size_bytes for copy in copies)
-        plan = replace(plan, resident_copies=copies, swap_file_bytes=swap_bytes)
     _check_other_tiers(plan, budget)
     return plan
 
@@ -201,7 +197,7 @@ def _fill(request: PlacementRequest, budget: Budget, slots: SlotPlan) -> MemoryP
         if extra * _SPENT_SHARE < budget.device_bytes:
             break
         fuller = _place(request, budget, slots, (host_bytes, spare + extra))
-        if fuller.device_bytes > budget.device_bytes:
+        if not _fits_other_tiers(fuller, budget):
             too_much = spare + extra
             continue
         is_the_same = fuller.sub_groups == plan.sub_groups
@@ -224,7 +220,12 @@ def _place(
     sub_groups, swap_bytes = _build_sub_groups(request, parts)
     whole = place_whole_tensors(request, pinning.left_bytes, swap_bytes)
     swap_bytes += whole.area_bytes
-    return MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes, whole=whole)
+    plan = MemoryPlan(request, sub_groups, slots, swap_bytes, budget.host_bytes, whole=whole)
+    if not request.durable:
+        return plan
+    copies = resident_copies(plan)
+    swap_bytes += 2 * sum(copy.size_bytes for copy in copies)
+    return replace(plan, resident_copies=copies, swap_file_bytes=swap_bytes)
 
 
 def _check_request(request: PlacementRequest) -> None:
@@ -259,6 +260,17 @@ def _check_host(request: PlacementRequest, budget: Budget) -> None:
         f"host_memory gives this rank {budget.host_bytes} bytes, but it needs {needed}: {what};"
         f" {advice}",
         needed_bytes=needed,
+    )
+
+
+def _fits_other_tiers(plan: MemoryPlan, budget: Budget) -> bool:
+    """Tell whether a plan is within the budgets of drive and device.
+
+    What moves up may take more of a drive: a durable run has copies of what rests on a device, and
+    state that is divided between tiers is padded on each.
+    """
+    return (budget.nvme_bytes is None or plan.swap_file_bytes <= budget.nvme_bytes) and (
+        budget.device_bytes is None or plan.device_bytes <= budget.device_bytes
     )
 
 

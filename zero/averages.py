@@ -12,6 +12,7 @@ from torch import nn
 
 from offload import Field, Spool, SpooledArray
 from zero.errors import ShardedAccessError
+from zero.materialize import outside_inference_mode
 from zero.parameter import reference_of
 from zero.planning import open_spool_engine
 from zero.settings import NvmeSettings
@@ -56,7 +57,8 @@ class ShardedAverage:
                     f"parameter {name} belongs to no engine; give the model to zero.initialize"
                 )
             source, field = _source_of(parameter)
-            values = self._spool.put(source.read_own(field).float().cpu())
+            with outside_inference_mode():
+                values = self._spool.put(source.read_own(field).float().cpu())
             self._averages.append(_Average(parameter, values, source.shape, source.pieces()))
 
     def update(self) -> None:

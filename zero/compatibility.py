@@ -18,7 +18,7 @@ from zero.engine import ZeroEngine
 from zero.errors import ConfigError
 from zero.loader import make_loader
 from zero.lr_schedules import make_schedule
-from zero.materialize import InitFunction
+from zero.materialize import InitFunction, outside_inference_mode
 from zero.nursery import made_group_before
 from zero.optimizer import ZeroOptimizer, make_optimizer
 from zero.planning import (
@@ -76,27 +76,28 @@ def initialize(
     owns_group = init_distributed("gloo" if on_processor else None) or made_group_before(model)
     communicator = Communicator()
     settings = parsed.settings(communicator.world_size)
-    own_optimizer = make_optimizer(model, optimizer, model_parameters, settings.optimizer)
-    durable, io = None, io_engine
-    try:
-        io = io or open_io_engine(settings)
-        durable = DurableRun.begin(settings, model, communicator, io, own_optimizer)
-        blueprint = make_blueprint(
-            model,
-            settings,
-            own_optimizer,
-            io,
-            communicator.world_size,
-            communicator.local_world_size,
-            Changes(recalled=durable.recalled if durable is not None else Recalled()),
-        )
-        runtime = build_runtime(blueprint, io, communicator, init_fn, durable=durable)
-    except BaseException:
-        if io is not None:
-            io.close()
-        if durable is not None:
-            durable.close()
-        raise
+    with outside_inference_mode():
+        own_optimizer = make_optimizer(model, optimizer, model_parameters, settings.optimizer)
+        durable, io = None, io_engine
+        try:
+            io = io or open_io_engine(settings)
+            durable = DurableRun.begin(settings, model, communicator, io, own_optimizer)
+            blueprint = make_blueprint(
+                model,
+                settings,
+                own_optimizer,
+                io,
+                communicator.world_size,
+                communicator.local_world_size,
+                Changes(recalled=durable.recalled if durable is not None else Recalled()),
+            )
+            runtime = build_runtime(blueprint, io, communicator, init_fn, durable=durable)
+        except BaseException:
+            if io is not None:
+                io.close()
+            if durable is not None:
+                durable.close()
+            raise
     scheduler = lr_scheduler
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         scheduler = lr_scheduler(own_optimizer)

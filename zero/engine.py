@@ -31,6 +31,7 @@ from zero.integrity import (
 from zero.loader import ResumableLoader
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.lr_schedules import step_schedule
+from zero.materialize import outside_inference_mode
 from zero.memory import memory_lines, memory_report, warn_if_exceeded
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Blueprint, Plan
@@ -218,7 +219,8 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         norm = norm_and_audit(self._runtime, reducer) / self.loss_scaler.cur_scale
         self._grad_norm, self._clipped_norm = norm, None
         if math.isfinite(norm):
-            self._run_update(self.optimizer, norm)
+            with outside_inference_mode():  # state begins here
+                self._run_update(self.optimizer, norm)
             self._step_applied = True
         else:
             self._skip_update(norm, reducer.norm.not_finite)

@@ -66,7 +66,9 @@ class ResumableLoader(DataLoader[Any]):
         # Of its own: beginning a pass must not move the generator that the model draws from.
         self.generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
         step = (self.batch_size or 1) * sampler.num_replicas
-        for batch in super().__iter__():
+        with torch.device("cpu"):  # that of the generator, from which torch draws a number here
+            batches = super().__iter__()
+        for batch in batches:
             sampler.taken = min(sampler.taken + step, len(sampler.dataset))  # type: ignore[arg-type]
             yield batch
         sampler.end_pass()

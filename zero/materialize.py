@@ -5,7 +5,8 @@ Only one unit of a model on `meta` is in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -21,6 +22,14 @@ from zero.starting import StartProgress
 from zero.unit import Segment, Unit
 
 InitFunction = Callable[[nn.Module], object]
+
+
+@contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Let what is made be trained later, also where it is made in torch's inference mode."""
+    has_gradients = torch.is_grad_enabled()
+    with torch.inference_mode(mode=False), torch.set_grad_enabled(mode=has_gradients):
+        yield
 
 
 def initialise_module(

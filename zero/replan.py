@@ -29,6 +29,7 @@ from zero.carried import Data, adopt_carried, arrange_carried, gather_carried
 from zero.errors import PlanError
 from zero.fragments import iterate_states
 from zero.generic import GenericOptimizer
+from zero.materialize import outside_inference_mode
 from zero.nursery import Nursery, NurserySource, SpooledShard
 from zero.optimizer import UpdateGroup, ZeroOptimizer
 from zero.parameter import REFERENCE_ATTRIBUTE, ParameterReference, reference_of
@@ -130,6 +131,7 @@ class Resize:
         return new
 
 
+@outside_inference_mode()
 def rebuild(
     model: nn.Module,
     old: Runtime,

@@ -201,3 +201,14 @@ def test_buffers_of_the_update_count_where_they_are_the_peak() -> None:
     resident = plan.resident_section_bytes(Tier.DEVICE, Section.PARAMETER)
     passing = max(plan.gradient_scratch_bytes, DEVICE_BUFFER_COUNT * plan.device_buffer_bytes)
     assert plan.device_bytes == resident + passing
+
+
+@pytest.mark.parametrize("spare", [10 * MILLION, 20 * MILLION, 30 * MILLION])
+def test_what_moves_up_leaves_copies_of_a_durable_run_room_on_a_drive(spare: int) -> None:
+    asked = request(Tier.DEVICE, Tier.NVME)
+    asked = dataclasses.replace(asked, durable=True, sub_group_numel=MILLION)
+    least = plan_placement(asked, Budget(GB))
+    budget = Budget(GB, least.device_bytes + spare, least.swap_file_bytes)
+    plan = plan_placement(asked, budget)
+    assert plan.swap_file_bytes <= least.swap_file_bytes
+    assert Tier.DEVICE in {group.tier(Section.GRADIENT) for group in plan.sub_groups}

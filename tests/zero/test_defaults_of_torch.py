@@ -133,3 +133,45 @@ def test_models_built_under_init(scratch: Path) -> None:
         assert torch.equal(ours.clone(), theirs)
     train(engine, range(2))
     engine.destroy()
+
+
+@pytest.mark.usefixtures("defaults")
+def test_training_data_is_read(scratch: Path) -> None:
+    data = [(batch(index),) for index in range(6)]
+    _, _, loader, _ = zero.initialize(
+        model=make_model(), config=config_of("cpu", "AdamW", scratch), training_data=data
+    )
+    assert loader is not None
+    found = [each for (both,) in loader for each in both]
+    assert len(found) == len(data)
+    assert all(any(torch.equal(each, known) for (known,) in data) for each in found)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "RAdam", "Lamb"])
+def test_what_is_made_in_inference_mode_is_trained(optimizer: str, scratch: Path) -> None:
+    def run(*, in_mode: bool) -> list[torch.Tensor]:
+        config = config_of("none", optimizer, scratch)
+        model = make_model()
+        with torch.inference_mode(in_mode):
+            engine, _, _, _ = zero.initialize(model=model, config=config)
+        for index in range(2):
+            engine.backward(engine(batch(index)).square().mean())
+        with torch.inference_mode(in_mode):
+            engine.step()
+            average = zero.ShardedAverage(model, decay=0.5)
+        train(engine, range(1, 2))
+        average.update()
+        engine.save_checkpoint(scratch / f"{optimizer} {in_mode}")
+        with torch.inference_mode(in_mode):
+            engine.load_checkpoint(scratch / f"{optimizer} {in_mode}")
+        train(engine, range(2, 3))
+        for parameter in model[3].parameters():  # the next forward plans anew
+            parameter.data = torch.full((30, *parameter.shape[1:]), 0.5)
+        with torch.inference_mode(in_mode), torch.no_grad():
+            engine(batch(0))
+        train(engine, range(3, 4))
+        found = [each.detach().clone() for each in engine.module.parameters()]
+        engine.destroy()
+        return found
+
+    assert all(map(torch.equal, run(in_mode=True), run(in_mode=False)))

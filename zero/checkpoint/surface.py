@@ -49,6 +49,7 @@ from zero.checkpoint.save import Save, SaveRequest, agree, helper_count, open_di
 from zero.checkpoint.whole_states import WholeStates
 from zero.errors import CheckpointError, ResumeWarning, RunStateError
 from zero.integrity import adopt_replaced
+from zero.materialize import outside_inference_mode
 from zero.optimizer import UpdateGroup, update_groups
 from zero.parameter import reference_of
 from zero.plain import from_plain
@@ -132,7 +133,8 @@ def load_checkpoint(engine: ZeroEngine, request: LoadRequest) -> tuple[Path, Any
     if peer is not None:
         states = request.states and not request.module_only
         opening = functools.partial(PeerLoading, engine, peer, strict=request.strict, states=states)
-        return peer, load_peer(engine, peer, opening, stacklevel=4)
+        with outside_inference_mode():
+            return peer, load_peer(engine, peer, opening, stacklevel=4)
     loading: _Loading | None = None
     try:
         loading = _Loading.open(engine, request)
@@ -141,7 +143,7 @@ def load_checkpoint(engine: ZeroEngine, request: LoadRequest) -> tuple[Path, Any
     agree(communicator, problem, "open the checkpoint")
     if loading is None:
         return None
-    with loading.files:
+    with loading.files, outside_inference_mode():
         return loading.path, loading.run()
 
 

@@ -52,7 +52,7 @@ def other_plan(then_bytes: int, now_bytes: int) -> str:
     budget = f"tiers.host_memory to {then_bytes} and the rest" if then_bytes != now_bytes else "it"
     return (
         f"it was planned {planned if then_bytes != now_bytes else ''}with another optimizer, other"
-        " types, parameter groups, frozen parameters, offload devices, sub_group_size or"
-        f" state_format, or by another version; set {budget} as it was. To go on with what is"
-        f" given now, start it once more as it was, {BY_CHECKPOINT}"
+        " types, parameter groups, frozen parameters, offload devices, tiers.device_memory,"
+        f" sub_group_size or state_format, or by another version; set {budget} as it was. To go on"
+        f" with what is given now, start it once more as it was, {BY_CHECKPOINT}"
     )

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import zero
+import zero.planning
 from tests.support.durable import begin, durable_config, run_step
+from tests.support.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.nvme
 
@@ -74,4 +76,20 @@ def test_another_optimizer_is_refused_and_the_way_on_works(
     assert torch.equal(zero.safe_get_full_fp32_param(engine.module.norm.weight), weight)
     run_step(engine)
     assert engine.durable.last_commit.step == 4
+    engine.destroy()
+
+
+def test_another_device_memory_is_named(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero.planning, "open_device", lambda _wanted: SimulatedDevice())
+    config = durable_config(str(scratch), "run", "host")
+    engine = begin(config)
+    spare = engine.plan.memory.device_bytes + 100_000
+    run_step(engine)
+    engine.destroy()
+    config["tiers"]["device_memory"] = spare
+    with pytest.raises(zero.DurableError, match=r"planned with .*tiers\.device_memory, .* as it"):
+        begin(config)
+    del config["tiers"]["device_memory"]
+    engine = begin(config)
+    assert engine.global_steps == 1
     engine.destroy()
