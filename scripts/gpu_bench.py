@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import importlib
+import importlib.util
 import io
 import json
 import pstats
@@ -46,9 +47,20 @@ from gpu_table import merge
 from gpu_turns import Turns
 
 import zero
+from estimators.command import count_option
+from estimators.words import parse_bytes
+from zero.errors import ConfigError, PlanError
 
 Loss = Callable[[torch.nn.Module], torch.Tensor]
 
+_HEAD_WIDTH = 128
+_SIZES = (
+    ("hidden", 2048, "width of the model, a multiple of 128"),
+    ("layers", 24, "blocks"),
+    ("vocabulary", 32000, "tokens that there are"),
+    ("length", 1024, "tokens of a sample"),
+    ("batch", 4, "samples of a step"),
+)
 _DRIVE = "drive"
 """Phases of the memory in which nothing of ours runs."""
 _ALONE = (
@@ -121,7 +133,9 @@ class RowRun:
             self._options.turns.wait()
         self._rows.append(train_step(engine, loss_of, self._options))
         self._watch.note(f"step {step}")
-        warm_up = self._row.warm_up
+        warm_up, count = self._row.warm_up, self._row.warm_up + self._outcome["steps"]
+        note = "" if step > warm_up else ", not counted"
+        say(f"step {step} of {count}{note}: {self._rows[-1]['seconds']:.3f} s")
         if self._drive is not None and step >= warm_up and any(paged(engine).values()):
             self._drive.measure()
             self._watch.note(_DRIVE)
@@ -151,6 +165,11 @@ class RowRun:
         text = json.dumps(self._outcome | {"ours": ours}, indent=1)
         path.with_suffix(".part").write_text(text, encoding="utf-8")
         path.with_suffix(".part").replace(path)
+
+
+def say(text: str) -> None:
+    """Tell on standard error how far a run is."""
+    print(f"gpu_bench: {text}", file=sys.stderr, flush=True)
 
 
 def train_plainly() -> None:
@@ -276,17 +295,15 @@ def parse() -> argparse.Namespace:
         default="own",
         help="beside a program it is the peer's",
     )
-    parser.add_argument("--steps", type=int, help="left out: 5, or 3 in rows of slow steps")
+    parser.add_argument("--steps", type=count_option, help="left out: 5, or 3 in slow rows")
     parser.add_argument("--phases", action="store_true", help="wait between the phases of a step")
     parser.add_argument("--profile", action="store_true", help="profile two steps at the end")
     tiers = "keys of the section `tiers` instead of the row's"
     parser.add_argument("--tiers", nargs="*", default=[], metavar="KEY=VALUE", help=tiers)
-    for name, value in (("hidden", 2048), ("layers", 24), ("vocabulary", 32000)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--host-memory", type=int, help="bytes, instead of the row's")
-    parser.add_argument("--device-memory", type=int, help="bytes, instead of the row's")
+    for name, value, what in _SIZES:
+        parser.add_argument(f"--{name}", type=count_option, default=value, help=what)
+    parser.add_argument("--host-memory", type=bytes_option, help="4GB, say, instead of the row's")
+    parser.add_argument("--device-memory", type=bytes_option, help="8GB, say, instead of the row's")
     parser.add_argument("--drive-mebibytes", type=int, default=2048, help="0 measures no drive")
     parser.add_argument("--name", help="of the result, instead of the row's")
     parser.add_argument("--turns", type=Turns.of, help=argparse.SUPPRESS)
@@ -296,6 +313,7 @@ def parse() -> argparse.Namespace:
         parser.error("name a row with --row, or a folder with --merge")
     if options.report is not None and options.merge is None:
         parser.error("--report draws what --merge finds; name the folder with it")
+    check_row(parser, options)
     for name in _ALONE if runs_beside(options) else ():
         if getattr(options, name) != parser.get_default(name):
             parser.error(
@@ -305,6 +323,33 @@ def parse() -> argparse.Namespace:
     if options.merge is not None and not any(options.merge.glob("*.json")):
         parser.error(f"{options.merge} has no results: run --row ROW --out {options.merge} first")
     return options
+
+
+def bytes_option(text: str) -> int:
+    """Return bytes of a command line, written as `4GB`, `4GiB` or a number; for `argparse`."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def check_row(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with a message if a row cannot run with these options."""
+    for name in ("steps", *(name for name, _, _ in _SIZES)):
+        if getattr(options, name) == 0:
+            parser.error(f"--{name} must be at least 1, got 0")
+    if options.hidden % _HEAD_WIDTH:
+        parser.error(f"--hidden must be a multiple of {_HEAD_WIDTH}, got {options.hidden}")
+    for change in options.tiers:
+        if "=" not in change:
+            parser.error(f"--tiers takes KEY=VALUE, got {change!r}")
+    if not options.nvme.is_dir() and not runs_beside(options):
+        parser.error(f"--nvme: there is no folder {options.nvme}; make it first")
+    if options.peer is not None and not options.peer.is_file():
+        parser.error(f"--peer: there is no file {options.peer}")
+    needs = options.model == "transformers"
+    if needs and importlib.util.find_spec("transformers") is None:
+        parser.error("--model transformers needs the package transformers, which is not installed")
 
 
 def runs_beside(options: argparse.Namespace) -> bool:
@@ -343,7 +388,13 @@ def main() -> None:
     if isinstance(row.device_memory, int):
         row = replace(row, device_memory=row.device_memory * ranks)
     options.out.mkdir(parents=True, exist_ok=True)
-    RowRun(options, row, sizes, ranks).run()
+    if not torch.cuda.is_available():
+        say("there is no GPU: this runs on the processor")
+    try:
+        RowRun(options, row, sizes, ranks).run()
+    except (ConfigError, PlanError) as error:
+        raise SystemExit(f"gpu_bench: row {options.row} cannot run here: {error}") from None
+    say(f"results are in {options.out}")
     if ranks > 1:
         dist.destroy_process_group()
 

@@ -15,8 +15,16 @@
 # Preparing takes a minute; what is there already is not made again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if (($# < 2)) || [[ $1 == -* ]]; then
+  sed -n 's/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed 1d
+  exit 2
+fi
 out=$1 seconds=$2
 shift 2
+if [[ ! -f .peer/ds.tgz ]]; then
+  echo "gpu_peers.sh: there is no .peer/ds.tgz; scripts/gpu_peers.sh --help says what .peer holds" >&2
+  exit 2
+fi
 
 peer=$PWD/.peer made=${TMPDIR:-/tmp}/tierzero-peer
 export LD_LIBRARY_PATH=$peer/aio/lib:${LD_LIBRARY_PATH:-} LIBRARY_PATH=$peer/aio/lib

@@ -191,3 +191,52 @@ def test_a_result_that_was_cut_short_is_named(scratch: Path) -> None:
     (scratch / "host-exact.json").write_text('{"row": "host', encoding="utf-8")
     with pytest.raises(SystemExit, match=r"host-exact\.json is not JSON .* run it again"):
         merge(scratch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--steps", "-1"], "'-1' is not a count"),
+        (["--hidden", "192"], "--hidden must be a multiple of 128, got 192"),
+        (["--layers", "0"], "--layers must be at least 1, got 0"),
+        (["--nvme", "/none/such"], "--nvme: there is no folder /none/such; make it first"),
+        (["--peer", "/none.json"], "--peer: there is no file /none.json"),
+        (["--tiers", "update_device"], "--tiers takes KEY=VALUE, got 'update_device'"),
+        (["--host-memory", "4XB"], "4XB"),
+        (
+            ["--hidden", "128", "--tiers", "update_devise=cpu"],
+            "cannot run here: tiers: unknown key",
+        ),
+    ],
+)
+def test_a_row_that_cannot_run_ends_in_a_line(
+    arguments: list[str], said: str, scratch: Path
+) -> None:
+    command = [sys.executable, str(SCRIPTS / "gpu_bench.py"), "--row", "host-exact"]
+    small = [] if "--layers" in arguments else ["--layers", "1"]
+    done = subprocess.run(
+        [*command, *small, *arguments, "--out", str(scratch / "out")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode
+    assert said in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_gpu_peers_says_what_it_needs(scratch: Path) -> None:
+    script = scratch / "scripts" / "gpu_peers.sh"
+    script.parent.mkdir()
+    script.write_text((SCRIPTS / "gpu_peers.sh").read_text(encoding="utf-8"), encoding="utf-8")
+    for arguments, said in (
+        (["--help"], "OUT SECONDS"),
+        (["out", "1"], "there is no .peer/ds.tgz"),
+    ):
+        done = subprocess.run(
+            ["bash", str(script), *arguments], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        assert said in done.stdout + done.stderr

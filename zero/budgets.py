@@ -91,11 +91,12 @@ def warn_if_beyond_machine(plan: MemoryPlan, local_world_size: int) -> None:
     available = machine.available_host_bytes()
     if wanted > available:
         most = plan.host_budget_bytes * local_world_size - (wanted - available)
-        advice = (
-            f"set tiers.host_memory to at most {most}"
-            if most >= minimum_host_bytes(plan.request) * local_world_size
-            else "use fewer ranks on this node, or smaller units"
-        )
+        if most >= minimum_host_bytes(plan.request) * local_world_size:
+            advice = f"set tiers.host_memory to at most {most}"
+        elif Tier.HOST in (plan.request.parameter_tier, plan.request.optimizer_tier):
+            advice = 'let what is offloaded to "cpu" rest on "nvme"'
+        else:
+            advice = "use fewer ranks on this node, or smaller units"
         warnings.warn(
             f"the plan takes {wanted} bytes of host memory on this node, device included, but"
             f" {available} are available (MemAvailable within the cgroups' limits): the process"

@@ -94,14 +94,20 @@ def _verdict(estimate: Estimate) -> list[str]:
     problems = estimate.problems()
     if problems:
         return [f"It does not fit: {each}." for each in problems]
+    conditions = _conditions(estimate)
+    fits = f"It fits if {' and '.join(conditions)}." if conditions else "It fits."
+    return [fits, NVME_IS_SPARED] if spares_nvme(estimate.memory) else [fits]
+
+
+def _conditions(estimate: Estimate) -> list[str]:
+    """Return what must be so where a size of the machine was not given."""
     node, conditions = estimate.inputs.node, []
     if node.device is DeviceKind.CUDA and node.device_bytes is None:
         conditions.append(f"each GPU has {bytes_text(estimate.device_bytes)} (--gpu was not given)")
     if estimate.nvme_bytes and node.nvme_bytes is None:
         needed = bytes_text(estimate.nvme_bytes * node.gpus)
         conditions.append(f"the drives of a node have {needed} (--nvme was not given)")
-    fits = f"It fits if {' and '.join(conditions)}." if conditions else "It fits."
-    return [fits, NVME_IS_SPARED] if spares_nvme(estimate.memory) else [fits]
+    return conditions
 
 
 def time_lines(estimate: Estimate) -> list[str]:
@@ -189,8 +195,10 @@ def _answer(found: Sequence[Choice]) -> str:
         return (
             "Yes, as far as parameters, gradients and state go; what its forward keeps is unknown."
         )
+    conditions = _conditions(best)
+    if_so = f", if {' and '.join(conditions)}" if conditions else ""
     return (
-        f"Yes, it can be trained here: a step of {best.tokens_per_step:,} tokens takes about"
+        f"Yes, it can be trained here{if_so}: a step of {best.tokens_per_step:,} tokens takes about"
         f" {seconds_text(best.time.expected)} (at least {seconds_text(best.time.lower_bound)})."
     )
 

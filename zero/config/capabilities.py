@@ -65,7 +65,8 @@ REFUSALS = (
     Refusal(
         {"optimizer": tuple(name for name in OPTIMIZERS if name not in SUPPORTED_OPTIMIZERS)},
         "optimizer.type",
-        "by its name there is none: it is not torch's, or it calls a closure",
+        "by that name none runs here: it has no kernel and is not one of torch's whose step can be"
+        " run on its own",
         'write "AdamW", or pass an object of a class that needs whole tensors (docs/optimizers.md)',
     ),
     Refusal(
