@@ -357,18 +357,12 @@ def runs_beside(options: argparse.Namespace) -> bool:
     return options.program is not None or options.torch_program is not None
 
 
-def main() -> None:
-    """Measure a row, or merge what was measured."""
-    options = parse()
-    if options.merge is not None:
-        print(merge(options.merge))
-        if options.report is not None:
-            gpu_chart.write(options.merge, options.report)
-        return
-    if runs_beside(options):
-        gpu_groups.run_row(options.row, options)
-        print(merge(options.out))
-        return
+def run_alone(options: argparse.Namespace) -> None:
+    """Measure a row of ours, on all ranks that there are.
+
+    Raises:
+        SystemExit: if the row cannot run with these options or on this machine.
+    """
     row = ROWS[options.row]
     for name in ("host_memory", "device_memory"):
         if (value := getattr(options, name)) is not None:
@@ -397,6 +391,21 @@ def main() -> None:
     say(f"results are in {options.out}")
     if ranks > 1:
         dist.destroy_process_group()
+
+
+def main() -> None:
+    """Measure a row, or merge what was measured."""
+    options = parse()
+    if options.merge is not None:
+        print(merge(options.merge))
+        if options.report is not None:
+            gpu_chart.write(options.merge, options.report)
+        return
+    if runs_beside(options):
+        gpu_groups.run_row(options.row, options)
+        print(merge(options.out))
+        return
+    run_alone(options)
 
 
 if __name__ == "__main__":

@@ -206,7 +206,7 @@ def test_a_result_that_was_cut_short_is_named(scratch: Path) -> None:
         (["--host-memory", "4XB"], "4XB"),
         (
             ["--hidden", "128", "--tiers", "update_devise=cpu"],
-            "cannot run here: tiers: unknown key",
+            "tiers.update_devise: unknown key",
         ),
     ],
 )
