@@ -229,10 +229,11 @@ class SeparateDevice(Device):
                 crossing.setdefault(way, []).append((source, target))
         if len(crossing) > 1:
             raise ValueError("copies to the device and copies from it have fences of their own")
-        for way, crossed in crossing.items():
-            self.copied_bytes[way] += sum(source.size_bytes for source, _ in crossed)
-            return self._start(f"{way} aside" if aside else way, crossed, after)
-        return PASSED
+        if not crossing:
+            return PASSED
+        ((way, crossed),) = crossing.items()
+        self.copied_bytes[way] += sum(source.size_bytes for source, _ in crossed)
+        return self._start(f"{way} aside" if aside else way, crossed, after)
 
     @abc.abstractmethod
     def _start(self, way: str, pairs: Pairs, after: Fence) -> Fence:

@@ -63,10 +63,8 @@ _SIZES = (
 )
 _DRIVE = "drive"
 """Phases of the memory in which nothing of ours runs."""
-_ALONE = (
-    *("peer", "steps", "phases", "profile", "tiers", "vocabulary", "host_memory", "device_memory"),
-    "name",
-)
+_ALONE: tuple[str, ...] = ("peer", "name", "steps", "phases", "profile", "tiers", "vocabulary")
+_ALONE += ("host_memory", "device_memory")
 """Options that a row beside a peer's program does not have: there the peer decides."""
 
 

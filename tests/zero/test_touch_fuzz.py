@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,12 @@ MANY = [pytest.param(seed, marks=pytest.mark.full) for seed in range(25, 400)]
 
 @pytest.mark.parametrize("seed", [*range(25), *MANY])
 def test_random_touches(engine: Any, seed: int) -> None:
+    touch_randomly(engine, make_model(), seed, make_batch(seed))
+
+
+def touch_randomly(engine: Any, plain: Any, seed: int, batch: Sequence[torch.Tensor]) -> None:
+    """Touch parameters of an engine and of a plain model alike, and compare them each time."""
     chance = random.Random(seed)
-    plain = make_model()
     names = ["blocks.0.project.weight", "embedding.weight", "blocks.1.down.weight"]
     with torch.no_grad():
         for name in names:
@@ -105,7 +109,7 @@ def test_random_touches(engine: Any, seed: int) -> None:
         done = []
         for _ in range(14):
             if chance.random() < 0.05:
-                engine(*make_batch(seed))  # windows come and go between touches
+                engine(*batch)  # windows come and go between touches
                 done.append("forward")
             done.append(one_step(pairs, chance))
             for ours, theirs in pairs:
