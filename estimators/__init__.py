@@ -36,6 +36,7 @@ from estimators.rates import ASSUMED_RATES, DriveRates
 from estimators.records import Extent, ResidentCopy, Section, SubGroup
 from estimators.segments import (
     LIVE_LIMIT,
+    NO_REUSE,
     PREFETCH_LIMIT,
     AheadLimit,
     PlacementRequest,
@@ -59,6 +60,7 @@ __all__ = [
     "EXTRA_FIELDS",
     "LIVE_LIMIT",
     "NOTHING_STAYS",
+    "NO_REUSE",
     "PREFETCH_LIMIT",
     "SHARD_ALIGNMENT_NUMEL",
     "AheadLimit",

@@ -11,8 +11,9 @@ and with checkpointing what one block kept in its forward, which the heap still 
 block runs again.
 
 [Note: moments of a backward] On a GPU torch counts every tensor, so the moments are told apart. At
-the loss the root unit is unsharded, and one may be on its way; all activations are kept, beside
-copies of the logits. The logits leave before the head's weight has its gradient. In the backward of
+the loss the root unit is unsharded, and what is kept for the backward; all activations are kept,
+beside copies of the logits. The logits leave before the head's weight has its gradient, while the
+parameters of the last block may be on their way. In the backward of
 the last block its own parameters and its gradients are there, with those of the root unit, into
 whose buffer the head's have gone. Between two blocks the parameters of both are there, what the
 first one kept is not; then its gradients may still be on their way while those of the next are
@@ -81,8 +82,10 @@ def _device_moments(memory: MemoryPlan, found: Activations, *, keeps_gradients: 
         {LIVE_PARAMETERS: memory.live_bytes(others, with_ahead=True)} for others in range(3)
     )
     between = {**two, KEPT: left - found.block_bytes, **work}
+    turn = {LIVE_PARAMETERS: memory.turn_bytes}
+    ahead[LIVE_PARAMETERS] = max(ahead[LIVE_PARAMETERS], memory.turn_bytes)
     moments = {
-        "loss": {**ahead, KEPT: found.kept_bytes, LOSS: found.loss_bytes},
+        "loss": {**turn, KEPT: found.kept_bytes, LOSS: found.loss_bytes},
         "head": {**ahead, KEPT: left, WORKING: found.head_bytes},
     }
     if memory.device_buffer_bytes:

@@ -6,6 +6,9 @@ to the elements of the largest unit, the second to those of the root unit, two u
 backward the last one is still there when the next one comes) and the one ahead, of blocks and of
 units within blocks. Otherwise nothing would come ahead in a large model, whose blocks and root are
 larger than any fixed default. The plan counts what comes ahead by the same limits.
+
+At the turn from a forward to its backward nothing is on its way, and what `zero/reuse.py` keeps
+there is bounded by the same room, see [Note: the turn] there.
 """
 
 from __future__ import annotations
@@ -14,7 +17,11 @@ import abc
 from collections.abc import Container, Sequence
 from functools import cached_property
 
-from estimators.segments import PlacementRequest, SegmentSpec
+from estimators.records import Section
+from estimators.segments import PlacementRequest, SegmentSpec, Tier
+
+_MOST_KEPT = 3
+"""Blocks that there is room to keep: two in use and one ahead, none of which is there then."""
 
 _ByUnit = tuple[int, tuple[dict[int, int], dict[int, int]]]
 """A sum of the root unit, of each block and of each unit within a block."""
@@ -43,6 +50,10 @@ class UnshardedBytes(abc.ABC):
     def is_in_place(self, segment: int) -> bool:
         """Tell whether the flat buffer of a segment rests as it is: nothing is ever freed."""
 
+    @abc.abstractmethod
+    def segment_tier(self, segment: int, section: Section) -> Tier | None:
+        """Return the lowest tier on which some of a segment's section rests (None: has none)."""
+
     def live_bytes(self, others: int, *, with_ahead: bool) -> int:
         """Return the bytes of unsharded parameters: the root unit, some others, and one ahead.
 
@@ -64,6 +75,36 @@ class UnshardedBytes(abc.ABC):
                 coming = [units[unit] for unit in order[others:] if unit_numels[unit] <= limit]
                 ahead = max(ahead, *coming, 0)
         return root + held + ahead
+
+    @property
+    def turn_bytes(self) -> int:
+        """Bytes of parameters on a device between a forward and its backward, at most.
+
+        They are the root unit's, and those of the last blocks that are kept for the backward: of
+        which some rest on NVMe, of any where a user has written how many are kept, and of one where
+        no root unit comes between its two uses. See [Note: the turn] in `zero/reuse.py`.
+        """
+        request = self.request
+        room = self.live_bytes(2, with_ahead=True)
+        if request.holds_all:
+            return room
+        root, kinds = self._unsharded[0]
+        reads = {
+            each.unit_index
+            for at, each in enumerate(request.segments)
+            if self.segment_tier(at, Section.PARAMETER) is Tier.NVME
+        }
+        kept = 0
+        if request.reuse_limit.numel:
+            for units in kinds:
+                stays = [
+                    size
+                    for unit, size in units.items()
+                    if unit in reads or request.reuse_limit.is_written
+                ]
+                least = 0 if root else max(units.values(), default=0)
+                kept += max(least, sum(sorted(stays)[-_MOST_KEPT:]))
+        return min(root + kept, room)
 
     @cached_property
     def ahead_limits(self) -> tuple[int, int]:

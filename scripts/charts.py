@@ -39,9 +39,11 @@ def write(
     lines: Sequence[str],
     panels: Sequence[Panel],
     table: Sequence[Sequence[str]],
+    *,
+    inches: tuple[float, float] = PANEL_INCHES,
 ) -> None:
     """Write the report whose kind the name says; the first row of the table is its head."""
-    drawn = picture(panels)
+    drawn = picture(panels, inches)
     if path.suffix == ".png":
         path.write_bytes(drawn or b"")
         return
@@ -63,13 +65,13 @@ def write(
     )
 
 
-def picture(panels: Sequence[Panel]) -> bytes | None:
-    """Return the panels as PNG, two in a row, or None without matplotlib."""
+def picture(panels: Sequence[Panel], inches: tuple[float, float] = PANEL_INCHES) -> bytes | None:
+    """Return panels of so many inches as PNG, two in a row, or None without matplotlib."""
     figure_class = _figure_class()
     if figure_class is None:
         return None
     rows = -(-len(panels) // 2)
-    size = (2 * PANEL_INCHES[0], rows * PANEL_INCHES[1])
+    size = (2 * inches[0], rows * inches[1])
     figure = figure_class(figsize=size, layout="constrained", dpi=100)
     places = list(figure.subplots(rows, 2, squeeze=False).flat)
     for axes, panel in zip(places, panels, strict=False):

@@ -9,10 +9,14 @@ from typing import Any
 import charts
 from gpu_table import GB, HEAD, line, outcomes, peer_seconds
 
+from aio_ops.tune.report import PANEL_INCHES
+
 _TITLE = "gpu_bench: a training step beside the peer's"
 _OURS = {"color": "0.25", "label": "ours"}
 _THEIRS = {"color": "0.75", "hatch": "//", "edgecolor": "0.4", "label": "peer"}
 _HEIGHT = 0.38
+_BAR_INCHES = 0.3
+"""Height of a pair of bars, so that the words beside them do not overlap."""
 
 Pairs = Sequence[tuple[str, float, float | None]]
 """Names with what is ours and, where it is known, the peer's."""
@@ -27,12 +31,15 @@ def write(folder: Path, path: Path) -> None:
     rows = [found for found in outcomes(folder).values() if "ours" in found]
     if not rows:
         raise SystemExit(f"{folder} has no rows: run gpu_bench.py --row ROW --out {folder} first")
+    kept = memory(rows)
     panels = [
         bars(seconds(rows), "seconds a step", lambda value: f"{value:.3g}", log=True),
-        bars(memory(rows), "GB, most at once", lambda value: f"{value:.1f}", log=False),
+        bars(kept, "GB, most at once", lambda value: f"{value:.1f}", log=False),
     ]
+    inches = (PANEL_INCHES[0], max(PANEL_INCHES[1], _BAR_INCHES * len(kept)))
     said = [f"{name}: {value}" for name, value in headlines(rows)]
-    charts.write(path, _TITLE, said, panels, [list(HEAD), *map(line, rows)])
+    table = [list(HEAD), *map(line, rows)]
+    charts.write(path, _TITLE, said, panels, table, inches=inches)
 
 
 def seconds(rows: Sequence[dict[str, Any]]) -> Pairs:
@@ -94,6 +101,6 @@ def bars(pairs: Pairs, what: str, label: Callable[[float], str], *, log: bool) -
         if log:
             axes.set_xscale("log")
         axes.margins(x=0.15)
-        axes.legend(loc="lower right", fontsize=7)
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=7)
 
     return draw

@@ -69,7 +69,7 @@ GROUPS: dict[str, Group] = {
         (Ours("host-exact", "host"), Ours("host-compact", "host")),
     ),
     "nvme": Group(
-        260,
+        300,
         (Peer("nvme", "nvme", 4),),
         (
             Ours("nvme-fits-exact", "nvme"),

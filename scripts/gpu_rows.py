@@ -51,7 +51,7 @@ ROWS = {
     "host-exact": _HOST,
     "host-compact": replace(_HOST, state_format="compact"),
     "nvme-fits-exact": replace(_NVME, host_memory=18 * GB, warm_up=2, takes_peer_memory=True),
-    "nvme-4gb-exact": replace(_NVME, steps=3),
+    "nvme-4gb-exact": replace(_NVME, steps=6),
     "nvme-4gb-compact": replace(_NVME, state_format="compact", warm_up=2),
     "all-nvme-4gb-exact": replace(_ALL, steps=3),
     "all-nvme-4gb-compact": replace(_ALL, state_format="compact", steps=3),

@@ -332,4 +332,4 @@ def test_a_row_that_is_cut_short_keeps_the_steps_that_it_made(scratch: Path) -> 
     options = argparse.Namespace(out=scratch)
     said = gpu_groups.our_outcome(player, "", options)
     assert said.startswith("nvme-4gb-exact: ")
-    assert "| nvme-4gb-exact, 2 of 3 steps |" in merge(scratch)
+    assert "| nvme-4gb-exact, 2 of 6 steps |" in merge(scratch)

@@ -104,11 +104,14 @@ class UnitAhead:
         return () if self._unit is None or self._unit.is_unsharded else (self._unit,)
 
     def start(self, unit: Unit, store: Store) -> None:
-        """Begin with a unit; what came before and was not used is freed."""
-        if self._unit is not unit:
-            self.drop(store)
+        """Begin with a unit; nothing of another one may be there that was not used."""
         self._unit = unit
         unit.prefetch(store)
+
+    def leave_others(self, unit: Unit, store: Store) -> None:
+        """Free what has come and was not used, unless it is of a unit."""
+        if self._unit is not unit:
+            self.drop(store)
 
     def drop(self, store: Store) -> None:
         """Free what has come and was not used."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 LOG_LIMIT = 4096
 """Uses that are remembered at most, the latest ones."""
@@ -21,6 +22,17 @@ class Phase(enum.Enum):
 
 
 Use = tuple[Phase, int]
+"""A pass, and the unit that is used in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NextUse:
+    """When a unit is used again."""
+
+    between: int
+    """Elements of other units that are used before."""
+    is_after_turn: bool
+    """Whether that is in the backward, and now is the forward."""
 
 
 class RecordedOrder:
@@ -38,22 +50,21 @@ class RecordedOrder:
         self._at: int | None = None
         """Where the log is like now."""
 
-    def visit(self, phase: Phase, unit: int) -> Iterator[int]:
-        """Record a use and yield the units that followed it earlier, the nearest first.
+    def visit(self, phase: Phase, unit: int) -> None:
+        """Record a use.
 
         A unit that is recomputed in its backward is used once.
         """
         use = phase, unit
         if not (self._log and self._log[-1] == use and phase is Phase.BACKWARD):
             self._record(use)
-        return self._following()
 
-    def distance(self, unit: int, numel_of: Callable[[int], int], limit: int) -> int | None:
-        """Return the elements that are used before a unit is again; None is not within a limit."""
+    def next_use(self, unit: int, numel_of: Callable[[int], int], limit: int) -> NextUse | None:
+        """Return when a unit is used again; None is not within a limit of elements."""
         between = 0
-        for following in self._following():
+        for phase, following in self.following():
             if following == unit:
-                return between
+                return NextUse(between, is_after_turn=phase is not self._log[-1][0])
             between += numel_of(following)
             if between > limit:
                 return None
@@ -80,11 +91,12 @@ class RecordedOrder:
         for place, use in enumerate(self._log):
             self._places.setdefault(use, collections.deque(maxlen=_CANDIDATES)).append(place)
 
-    def _following(self) -> Iterator[int]:
+    def following(self) -> Iterator[Use]:
+        """Yield the uses that followed the latest one earlier, the nearest first."""
         if self._at is None:
             return
         for at in range(self._at, len(self._log) - 1):
-            (phase, _), (following, unit) = self._log[at : at + 2]
-            if phase is Phase.BACKWARD and following is Phase.FORWARD:
+            (phase, _), following = self._log[at : at + 2]
+            if phase is Phase.BACKWARD and following[0] is Phase.FORWARD:
                 return
-            yield unit
+            yield following

@@ -8,6 +8,13 @@ all of them have the values. A unit is kept if the recorded order says that it i
 at most `max_reuse_distance` elements of others, and only in room that the plan has for units in use
 and within `max_live_parameters`: where another unit needs the room, the one that is used last
 leaves. What is kept goes at the end of a backward, of a forward without gradients, and at a step.
+
+[Note: the turn] Between a forward and its backward, at the loss, the memory of a device that is not
+the host is often fullest: all activations are there, and several copies of the logits. So a unit
+whose next use is in the backward is not kept on such a device, unless that use is the very next one
+(the root unit's), reading it again means reading a drive, or `stage3_max_reuse_distance` is
+written. Nor is a unit copied ahead over the turn, or while the loss, a scalar, is all that the
+backward has reached. The plan counts what is there, see `turn_bytes` in `estimators/unsharded.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from estimators import NO_REUSE, AheadLimit
 from offload import Store
 from zero.coming import UnitAhead
 from zero.memory import live_parameter_bytes
@@ -31,7 +39,7 @@ class PrefetchLimits:
 
     prefetch_numel: int
     live_numel: int
-    reuse_numel: int = 0
+    reuse: AheadLimit = NO_REUSE
     """Elements of other units before the next use of one that is kept; 0 keeps none."""
 
 
@@ -60,7 +68,11 @@ class KeptUnits:
 
     def is_ready(self, unit: Unit) -> bool:
         """Tell whether the parameters of a unit need not be read for its next use."""
-        return unit.index in self._kept or (bool(self._limits.reuse_numel) and unit.is_unsharded)
+        return self.has(unit) or (bool(self._limits.reuse.numel) and unit.is_unsharded)
+
+    def has(self, unit: Unit) -> bool:
+        """Tell whether a unit is kept."""
+        return unit.index in self._kept
 
     def reshard(self, unit: Unit, *, may_keep: bool, is_recomputed: bool) -> None:
         """Reshard a unit, and keep its parameters if they are used again soon.
@@ -89,20 +101,40 @@ class KeptUnits:
         while self._kept and not self._fits(needed_bytes, needed):
             self._drop(max(self._kept, key=self._distance_of))
 
+    def has_room_ahead(self, unit: Unit) -> bool:
+        """Let units go that are used later than one that could come ahead; tell whether it fits."""
+        needed_bytes = unit.full_bytes - unit.live_bytes
+        while needed_bytes and not self._fits(needed_bytes, unit.numel):
+            last = max(self._kept, key=self._distance_of, default=None)
+            if last is None or self._distance_of(last) <= self._distance_of(unit.index):
+                return False
+            self._drop(last)
+        return True
+
     def drop_all(self) -> None:
         """Free everything that is kept."""
         for at in tuple(self._kept):
             self._drop(at)
 
     def _is_near(self, unit: Unit, *, is_recomputed: bool) -> bool:
-        limit = self._limits.reuse_numel
-        return bool(limit) and (is_recomputed or self._distance_of(unit.index) <= limit)
+        limit = self._limits.reuse.numel
+        if not limit or is_recomputed:
+            return is_recomputed and bool(limit)
+        next_use = self._order.next_use(unit.index, self._numel_of, limit)
+        if next_use is None:
+            return False
+        waits = next_use.is_after_turn and next_use.between > 0
+        return not waits or self._store.device.is_host or self._is_worth_a_turn(unit)
+
+    def _is_worth_a_turn(self, unit: Unit) -> bool:
+        """Tell whether a unit stays on a device over the loss: see [Note: the turn]."""
+        return self._limits.reuse.is_written or not unit.is_in_memory
 
     def _distance_of(self, at: int) -> int:
         """Return the elements of others before the next use, more than the limit if not near."""
-        limit = self._limits.reuse_numel
-        distance = self._order.distance(at, self._numel_of, limit)
-        return limit + 1 if distance is None else distance
+        limit = self._limits.reuse.numel
+        next_use = self._order.next_use(at, self._numel_of, limit)
+        return limit + 1 if next_use is None else next_use.between
 
     def _fits(self, size_bytes: int, numel: int) -> bool:
         present = [*self._unsharded.values(), *self._ahead.sharded, *self.units]

@@ -21,27 +21,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from estimators.summary import LIVE_PARAMETERS
 from offload import Store, pages_parameters
 from zero.arrivals import Arrivals, Instance
-from zero.coming import UnitAhead
 from zero.comm import Communicator
 from zero.experts import ExpertTurns
 from zero.gradients import GradientReducer
 from zero.guard import SavedTensorGuard
 from zero.hooks import ModuleHook
-from zero.memory import live_parameter_bytes
-from zero.order import Phase, RecordedOrder
-from zero.reuse import KeptUnits, PrefetchLimits
+from zero.order import Phase
+from zero.prefetch import Prefetcher
+from zero.reuse import PrefetchLimits
 from zero.structures import aliases, cloned, tensors_in
 from zero.unit import Unit
 
 _UNTIL_NEXT_FORWARD = -2
 """Task id of holds that a backward with `create_graph=True` needs after it has ended."""
-
-
-READ_AHEAD = "parameters read ahead (peak)"
-"""What the ledger calls the most bytes that were read ahead of the unit in use."""
 
 
 class UnitScheduler:
@@ -56,11 +50,8 @@ class UnitScheduler:
         communicator: Communicator,
     ) -> None:
         self.units = tuple(units)
-        self._limits = limits
         self._store = store
         self._reducer = reducer
-        self._order = RecordedOrder()
-        self.ahead = UnitAhead()
         self._turns = ExpertTurns(units, store, reducer, communicator)
         self._guard = SavedTensorGuard(self._require_for_backward)
         self._arrivals = Arrivals(units, self._release)
@@ -70,15 +61,9 @@ class UnitScheduler:
         self._forward_thread: int | None = None
         self._forwards = 0
         """Forwards of units that run, one inside another."""
-        self._copies = not store.device.is_host
-        """Whether what computes has memory of its own, into which parameters are copied."""
-        self._pages = False
-        """Whether parameters rest on NVMe."""
         self._unsharded: dict[int, Unit] = {}
         """Units that move and are unsharded, by index: few of them, whatever the model's depth."""
-        self._kept = KeptUnits(
-            self.units, store, self._order, limits, (self._unsharded, self.ahead)
-        )
+        self._next = Prefetcher(self.units, store, limits, self._unsharded)
         self._is_retired = False
         self.on_resize: Callable[[Any], None] | None = None
         """Gives a parameter of this runtime another shape."""
@@ -92,7 +77,7 @@ class UnitScheduler:
     def install(self) -> None:
         """Register the hooks; units that never move get none."""
         segments = range(len(self._store.plan.request.segments))
-        self._pages = any(pages_parameters(self._store, index) for index in segments)
+        self._next.reads = any(pages_parameters(self._store, index) for index in segments)
         self._handles.extend(self._turns.install())
         for unit in self.units:
             if unit.moves or self._turns.surround(unit):
@@ -116,7 +101,7 @@ class UnitScheduler:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._kept.drop_all()
+        self._next.kept.drop_all()
 
     def retire(self) -> None:
         """Take all hooks off for good; those of a call that is under way do nothing."""
@@ -136,6 +121,10 @@ class UnitScheduler:
         """End a `GatheredParameters` window."""
         unit.gather_depth -= 1
         self._release(unit)
+
+    def drop_ahead(self) -> None:
+        """Free what has come to a device ahead of its use."""
+        self._next.ahead.drop(self._store)
 
     @property
     def _in_forward(self) -> bool:
@@ -160,7 +149,7 @@ class UnitScheduler:
         self._turns.reset()
         self._arrivals.reset()
         self._guard.pop_all()
-        self.ahead.drop(self._store)
+        self.drop_ahead()
         self._forward_thread = None
         if failed or self._in_forward:
             self._store.reclaim()
@@ -170,7 +159,7 @@ class UnitScheduler:
                 unit.forward_depth = 0
                 self._tokens[unit.index].clear()
                 self._release(unit)
-        self._kept.drop_all()
+        self._next.kept.drop_all()
         self._forwards = 0
         if failed and announce:
             warnings.warn(
@@ -225,18 +214,18 @@ class UnitScheduler:
         for tensor in tensors_in(output):
             node = tensor.grad_fn
             if node is not None:
-                node.register_prehook(ModuleHook(self._needed, unit, token))
+                node.register_prehook(ModuleHook(self._needed, unit, token, tensor.numel()))
         self._release(unit, is_recomputed=torch._C._current_graph_task_id() != -1)
         if not self._in_forward and not torch.is_grad_enabled():
-            self._kept.drop_all()
+            self._next.kept.drop_all()
         return output
 
-    def _needed(self, unit: Unit, token: object, _gradients: Any) -> None:
-        """Unshard for the backward of one forward instance."""
+    def _needed(self, unit: Unit, token: object, output_numel: int, _gradients: Any) -> None:
+        """Unshard for the backward of one forward instance, which begins at one of its outputs."""
         self._queue_end_of_task()
         task = torch._C._current_graph_task_id()
         unit.backward_tokens[token] = _UNTIL_NEXT_FORWARD if torch.is_grad_enabled() else task
-        self._acquire(unit, Phase.BACKWARD)
+        self._acquire(unit, Phase.BACKWARD, is_loss=output_numel == 1)
         self._turns.begin_backward(unit, token)
 
     def _done(self, unit: Unit, token: object, _gradients: Any) -> None:
@@ -262,51 +251,23 @@ class UnitScheduler:
             unit.backward_tokens[object()] = hold
         self._unshard(unit)
 
-    def _acquire(self, unit: Unit, phase: Phase) -> None:
+    def _acquire(self, unit: Unit, phase: Phase, *, is_loss: bool = False) -> None:
         self._unshard(unit)
-        others = {each.index: each for each in (*self.ahead.sharded, *self._kept.units)}
-        present = {**others, **self._unsharded}
-        self._store.ledger.observe(LIVE_PARAMETERS, live_parameter_bytes([*present.values()]))
-        following = self._order.visit(phase, unit.index)
-        if not (self._pages or self._copies):
-            return
-        spare = self._limits.live_numel - sum(each.numel for each in self._unsharded.values())
-        spare = min(spare, self._limits.prefetch_numel)
-        ahead_bytes = 0
-        is_next = True
-        for predicted in following:
-            unit_ahead = self.units[predicted]
-            if self._kept.is_ready(unit_ahead):
-                continue
-            spare -= unit_ahead.numel
-            if spare < 0:
-                break
-            if is_next and self._copies:
-                self._kept.make_room(unit_ahead)
-                self.ahead.start(unit_ahead, self._store)
-            is_next = False
-            if not self._pages or not self._read_ahead(unit_ahead):
-                break
-            ahead_bytes += unit_ahead.shard_bytes
-            self._store.ledger.observe(READ_AHEAD, ahead_bytes)
+        self._next.note_use(unit, phase, is_loss=is_loss)
 
     def _unshard(self, unit: Unit) -> None:
-        self._kept.make_room(unit)
+        self._next.kept.make_room(unit)
         if not self._turns.gather(unit):
             unit.unshard(self._store)
         if unit.moves:
             self._unsharded[unit.index] = unit
         self._guard.watch(unit)
 
-    def _read_ahead(self, unit: Unit) -> bool:
-        """Start reading what a unit will need; tell whether slots may be left for the next one."""
-        return all(self._store.read_ahead_parameters(segment.index) for segment in unit.segments)
-
     def _release(self, unit: Unit, *, is_recomputed: bool = False) -> None:
         if not unit.is_held:
             self._guard.forget(unit)
             self._unsharded.pop(unit.index, None)
-            self._kept.reshard(
+            self._next.kept.reshard(
                 unit, may_keep=not self._turns.take(unit), is_recomputed=is_recomputed
             )
 
@@ -322,7 +283,7 @@ class UnitScheduler:
         self._tasks_with_callback.add(task)
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(ModuleHook(self._end_of_task, task))
-        if is_first and not self._pages and self.on_backward_begin is not None:
+        if is_first and not self._next.reads and self.on_backward_begin is not None:
             self.on_backward_begin()
 
     def _end_of_task(self, task: int) -> None:
@@ -341,7 +302,7 @@ class UnitScheduler:
                 self._release(unit)
         if self._tasks_with_callback:
             return  # a nested backward; the outer one reduces
-        self._kept.drop_all()
+        self._next.kept.drop_all()
         if self._reducer is not None:
             self._reducer.flush()
         if self.on_backward_end is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from estimators import AheadLimit, DriveRates, StateFormat, Tier
+from estimators import NO_REUSE, DriveRates, StateFormat, Tier
 from estimators.activations import Batch
 from estimators.estimate import estimate
 from estimators.hardware import GPUS, bandwidths_of
@@ -118,39 +118,36 @@ PEAKS = {
     ("dense", "cpu"): 2115251712,
     ("dense", "all on nvme"): 2115251712,
     ("wide vocabulary", "none"): 9903786496,
-    ("wide vocabulary", "cpu"): 4660921344,
-    ("wide vocabulary", "all on nvme"): 4660921344,
+    ("wide vocabulary", "cpu"): 4604292096,
+    ("wide vocabulary", "all on nvme"): 4604292096,
     ("deep and narrow", "none"): 14768347648,
-    ("deep and narrow", "cpu"): 12595656704,
-    ("deep and narrow", "all on nvme"): 12595656704,
+    ("deep and narrow", "cpu"): 12589232128,
+    ("deep and narrow", "all on nvme"): 12589232128,
     ("experts", "none"): 10012859904,
-    ("experts", "cpu"): 3319458304,
-    ("experts", "all on nvme"): 3318955520,
+    ("experts", "cpu"): 3456981504,
+    ("experts", "all on nvme"): 3471675904,
     ("encoder", "none"): 5746321920,
-    ("encoder", "cpu"): 1628895744,
+    ("encoder", "cpu"): 1728801280,
+    ("encoder", "all on nvme"): 1728801280,
 }
-"""Of `GPU_SHAPES`, `max_memory_allocated` in bytes."""
+"""Of `GPU_SHAPES`, `max_memory_allocated` in bytes; where parameters move, of 2026-11-30."""
 SECOND_PEAKS = {
     ("dense", "none"): 10556205568,
-    ("dense", "cpu"): 8075809792,
+    ("dense", "cpu"): 8050115584,
     ("wide vocabulary", "none"): 16140651008,
-    ("wide vocabulary", "cpu"): 14524409856,
+    ("wide vocabulary", "cpu"): 14517985280,
     ("deep and narrow", "none"): 14768347648,
-    ("deep and narrow", "cpu"): 12595656704,
+    ("deep and narrow", "cpu"): 12589232128,
     ("experts", "none"): 9072568320,
-    ("experts", "cpu"): 6426983936,
+    ("experts", "cpu"): 6374052864,
     ("encoder", "none"): 3380333056,
-    ("encoder", "cpu"): 2126042112,
-    ("dense", "all on nvme"): 8075809792,
-    ("wide vocabulary", "all on nvme"): 14524409856,
-    ("deep and narrow", "all on nvme"): 12595656704,
-    ("experts", "all on nvme"): 6369310720,
-    ("encoder", "all on nvme"): 2126042112,
+    ("encoder", "cpu"): 2111866368,
+    ("dense", "all on nvme"): 8050115584,
+    ("wide vocabulary", "all on nvme"): 14517985280,
+    ("deep and narrow", "all on nvme"): 12589232128,
+    ("experts", "all on nvme"): 6371597312,
+    ("encoder", "all on nvme"): 2111866368,
 }
-
-
-LIMITS = {"prefetch_limit": AheadLimit(50_000_000), "live_limit": AheadLimit(1_000_000_000)}
-"""They bound when the peaks were measured, as if written: nothing larger came ahead."""
 
 
 def planned(case: Case) -> int:
@@ -162,7 +159,7 @@ def planned(case: Case) -> int:
         Batch(case.samples, case.sequence),
         parameter_tier=TIERS[parameters],
         optimizer_tier=TIERS[optimizer],
-        **LIMITS,
+        reuse_limit=NO_REUSE,
     )
     return estimate(inputs).tensor_bytes
 
@@ -170,7 +167,7 @@ def planned(case: Case) -> int:
 @pytest.mark.parametrize("key", PEAKS)
 def test_peaks_of_the_shapes_on_a_gpu(key: tuple[str, str]) -> None:
     (case,) = [each for each in cases("cuda", "/tmp") if (each.name, each.placement) == key]
-    tolerance = 0.03 if case.name == "experts" else 0.002
+    tolerance = 0.04 if case.name == "experts" else 0.002
     assert planned(case) == pytest.approx(PEAKS[key], rel=tolerance)
 
 

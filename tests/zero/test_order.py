@@ -10,19 +10,37 @@ import pytest
 import zero
 from tests.support.configs import make_config
 from tests.support.tiny import make_batch, make_model
-from zero.order import Phase, RecordedOrder
-from zero.schedule import READ_AHEAD
+from zero.order import NextUse, Phase, RecordedOrder, Use
+from zero.prefetch import READ_AHEAD
 
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 PASS = [(FORWARD, 0), (FORWARD, 1), (FORWARD, 2), (BACKWARD, 0), (BACKWARD, 2), (BACKWARD, 1)]
 
 
+def visited(order: RecordedOrder, use: Use) -> list[Use]:
+    order.visit(*use)
+    return list(order.following())
+
+
 def test_a_recorded_pass_is_predicted_to_its_end() -> None:
     order = RecordedOrder()
-    assert [list(order.visit(*use)) for use in PASS] == [[], [], [], [], [], []]
-    assert [list(order.visit(*use)) for use in PASS] == [
-        [unit for _, unit in PASS[position + 1 :]] for position in range(len(PASS))
+    assert [visited(order, use) for use in PASS] == [[], [], [], [], [], []]
+    assert [visited(order, use) for use in PASS] == [
+        PASS[position + 1 :] for position in range(len(PASS))
     ]
+
+
+def test_the_next_use_tells_what_comes_before_and_of_which_pass_it_is() -> None:
+    order = RecordedOrder()
+    for use in (*PASS, *PASS[:3]):
+        order.visit(*use)
+    sizes = (100, 10, 1)
+    for unit, between in enumerate((0, 101, 100)):
+        use = order.next_use(unit, sizes.__getitem__, 101)
+        assert use == NextUse(between, is_after_turn=True)
+    assert order.next_use(1, sizes.__getitem__, 100) is None
+    order.visit(BACKWARD, 0)
+    assert order.next_use(1, sizes.__getitem__, 100) == NextUse(1, is_after_turn=False)
 
 
 def test_a_changed_order_is_learnt_and_a_cycle_ends() -> None:
@@ -31,11 +49,11 @@ def test_a_changed_order_is_learnt_and_a_cycle_ends() -> None:
         order.visit(*use)
     order.visit(FORWARD, 0)
     order.visit(FORWARD, 2)
-    assert next(order.visit(FORWARD, 1)) == 2
+    assert visited(order, (FORWARD, 1))[0] == (FORWARD, 2)
     order = RecordedOrder()
     for _ in range(3):
         order.visit(FORWARD, 7)
-    assert list(order.visit(FORWARD, 7)) == [7]
+    assert visited(order, (FORWARD, 7)) == [(FORWARD, 7)]
 
 
 @pytest.mark.nvme
