@@ -36,7 +36,6 @@ from estimators.rates import ASSUMED_RATES, DriveRates
 from estimators.records import Extent, ResidentCopy, Section, SubGroup
 from estimators.segments import (
     LIVE_LIMIT,
-    NO_REUSE,
     PREFETCH_LIMIT,
     AheadLimit,
     PlacementRequest,
@@ -60,7 +59,6 @@ __all__ = [
     "EXTRA_FIELDS",
     "LIVE_LIMIT",
     "NOTHING_STAYS",
-    "NO_REUSE",
     "PREFETCH_LIMIT",
     "SHARD_ALIGNMENT_NUMEL",
     "AheadLimit",

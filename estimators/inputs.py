@@ -17,7 +17,6 @@ from estimators.rates import DriveRates
 from estimators.segments import (
     LIVE_LIMIT,
     PREFETCH_LIMIT,
-    REUSE_LIMIT,
     AheadLimit,
     PlacementRequest,
     SegmentSpec,
@@ -111,7 +110,7 @@ class PlanInputs:
     """`stage3_prefetch_bucket_size`: what may be copied to a device ahead."""
     live_limit: AheadLimit = LIVE_LIMIT
     """`stage3_max_live_parameters`."""
-    reuse_limit: AheadLimit = REUSE_LIMIT
+    reuse_numel: int = 1_000_000_000
     """`stage3_max_reuse_distance`."""
     is_durable: bool = False
     commit_steps: int = 1
@@ -258,7 +257,7 @@ def placement_request(inputs: PlanInputs) -> PlacementRequest:
         rates=inputs.placement_rates,
         prefetch_limit=inputs.prefetch_limit,
         live_limit=inputs.live_limit,
-        reuse_limit=inputs.reuse_limit,
+        reuse_numel=inputs.reuse_numel,
         durable=inputs.is_durable,
         device_is_host=is_host,
         update_on_device=(

@@ -81,7 +81,7 @@ class WholeTensors:
 
 @dataclass(frozen=True, slots=True)
 class AheadLimit:
-    """A limit to what is read ahead, or kept from one use to the next, in elements."""
+    """A limit to what is read ahead, in elements."""
 
     numel: int
     is_written: bool = True
@@ -97,10 +97,6 @@ PREFETCH_LIMIT = AheadLimit(50_000_000, is_written=False)
 """`stage3_prefetch_bucket_size`, if it is not written."""
 LIVE_LIMIT = AheadLimit(1_000_000_000, is_written=False)
 """`stage3_max_live_parameters`, if it is not written."""
-REUSE_LIMIT = AheadLimit(1_000_000_000, is_written=False)
-"""`stage3_max_reuse_distance`, if it is not written."""
-NO_REUSE = AheadLimit(0)
-"""Nothing is kept from one use to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +136,8 @@ class PlacementRequest:
     """Most elements that are read, or copied to a device, ahead of their use."""
     live_limit: AheadLimit = NO_LIMIT
     """Most elements of unsharded parameters at which that is still done."""
-    reuse_limit: AheadLimit = NO_REUSE
-    """Most elements of other units between two uses of one that is kept meanwhile."""
+    reuse_numel: int = 0
+    """Most elements of other units between two uses of one that is kept meanwhile; 0 keeps none."""
     holds_all: bool = False
     """Whether every unit may be unsharded at once, after a backward with `create_graph=True`."""
     durable: bool = False

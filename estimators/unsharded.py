@@ -80,9 +80,9 @@ class UnshardedBytes(abc.ABC):
     def turn_bytes(self) -> int:
         """Bytes of parameters on a device between a forward and its backward, at most.
 
-        They are the root unit's, and those of the last blocks that are kept for the backward: of
-        which some rest on NVMe, of any where a user has written how many are kept, and of one where
-        no root unit comes between its two uses. See [Note: the turn] in `zero/reuse.py`.
+        They are the root unit's, and those of the last blocks that are kept for the backward:
+        blocks of which some rests on NVMe, and one where no root unit comes between its two uses.
+        See [Note: the turn] in `zero/reuse.py`.
         """
         request = self.request
         room = self.live_bytes(2, with_ahead=True)
@@ -95,15 +95,10 @@ class UnshardedBytes(abc.ABC):
             if self.segment_tier(at, Section.PARAMETER) is Tier.NVME
         }
         kept = 0
-        if request.reuse_limit.numel:
-            for units in kinds:
-                stays = [
-                    size
-                    for unit, size in units.items()
-                    if unit in reads or request.reuse_limit.is_written
-                ]
-                least = 0 if root else max(units.values(), default=0)
-                kept += max(least, sum(sorted(stays)[-_MOST_KEPT:]))
+        for units in kinds if request.reuse_numel else ():
+            stays = sorted(size for unit, size in units.items() if unit in reads)
+            least = 0 if root else max(units.values(), default=0)
+            kept += max(least, sum(stays[-_MOST_KEPT:]))
         return min(root + kept, room)
 
     @cached_property

@@ -48,9 +48,9 @@ def write(
         path.write_bytes(drawn or b"")
         return
     image = (
-        "<p>Curves need matplotlib, which is not installed.</p>"
+        "<p>Charts need matplotlib, which is not installed.</p>"
         if drawn is None
-        else f'<img alt="curves" src="data:image/png;base64,{base64.b64encode(drawn).decode()}">'
+        else f'<img alt="charts" src="data:image/png;base64,{base64.b64encode(drawn).decode()}">'
     )
     said = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     rows = "".join(

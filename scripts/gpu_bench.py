@@ -293,7 +293,7 @@ def parse() -> argparse.Namespace:
         default="own",
         help="beside a program it is the peer's",
     )
-    parser.add_argument("--steps", type=count_option, help="left out: 5, or 3 in slow rows")
+    parser.add_argument("--steps", type=count_option, help="left out: 5, in slow rows 3 or 6")
     parser.add_argument("--phases", action="store_true", help="wait between the phases of a step")
     parser.add_argument("--profile", action="store_true", help="profile two steps at the end")
     tiers = "keys of the section `tiers` instead of the row's"
@@ -302,13 +302,16 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=count_option, default=value, help=what)
     parser.add_argument("--host-memory", type=bytes_option, help="4GB, say, instead of the row's")
     parser.add_argument("--device-memory", type=bytes_option, help="8GB, say, instead of the row's")
-    parser.add_argument("--drive-mebibytes", type=int, default=2048, help="0 measures no drive")
+    what = "0 measures no drive"
+    parser.add_argument("--drive-mebibytes", type=count_option, default=2048, help=what)
     parser.add_argument("--name", help="of the result, instead of the row's")
     parser.add_argument("--turns", type=Turns.of, help=argparse.SUPPRESS)
     gpu_groups.add_programs(parser)
     options = parser.parse_args()
     if options.merge is None and options.row is None:
         parser.error("name a row with --row, or a folder with --merge")
+    if options.merge is not None and options.row is not None:
+        parser.error("--merge makes the table of a folder, --row measures; give one of them")
     if options.report is not None and options.merge is None:
         parser.error("--report draws what --merge finds; name the folder with it")
     check_row(parser, options)
@@ -345,6 +348,10 @@ def check_row(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         parser.error(f"--nvme: there is no folder {options.nvme}; make it first")
     if options.peer is not None and not options.peer.is_file():
         parser.error(f"--peer: there is no file {options.peer}")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {options.out} cannot be made: {error.strerror}")
     needs = options.model == "transformers"
     if needs and importlib.util.find_spec("transformers") is None:
         parser.error("--model transformers needs the package transformers, which is not installed")
@@ -379,7 +386,6 @@ def run_alone(options: argparse.Namespace) -> None:
         row = replace(row, host_memory=row.host_memory * ranks)
     if isinstance(row.device_memory, int):
         row = replace(row, device_memory=row.device_memory * ranks)
-    options.out.mkdir(parents=True, exist_ok=True)
     if not torch.cuda.is_available():
         say("there is no GPU: this runs on the processor")
     try:

@@ -97,7 +97,7 @@ def bars(pairs: Pairs, what: str, label: Callable[[float], str], *, log: bool) -
                 )
                 axes.bar_label(drawn, [label(value) for _, value in found], padding=3, fontsize=7)
         axes.set_yticks(places, [name for name, *_ in pairs], fontsize=7)
-        axes.set_xlabel(what)
+        axes.set_xlabel(f"{what} (logarithmic)" if log else what)
         if log:
             axes.set_xscale("log")
         axes.margins(x=0.15)

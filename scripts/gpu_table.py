@@ -44,7 +44,7 @@ def line(found: dict[str, Any]) -> list[str]:
     """Return the cells of one row."""
     ours, peer = found["ours"], found.get("peer") or {}
     theirs, seconds = peer_seconds(peer), ours["median_seconds"]
-    planned = ours["planned_device_bytes"]
+    planned, peak = ours["planned_device_bytes"], ours["device_peak_bytes"]
     ledger, rss = ours["ledger"], ours["rss_bytes"]
     copied, nvme, drive = ledger.get("copied_bytes", {}), ledger["nvme_bytes"], ours.get("drive")
     peer_rss = GB * peer["rss_peak_gb"] - peer["baseline_bytes"] if "baseline_bytes" in peer else 0
@@ -61,8 +61,8 @@ def line(found: dict[str, Any]) -> list[str]:
         " to ".join(f"{each:.3f}" for each in ours["spread_seconds"]),
         f"{theirs:.2f}" if theirs else "-",
         f"{theirs / seconds:.1f}" if theirs else "-",
-        beside(ours["device_peak_bytes"] / GB, peer.get("gpu_peak_gb")),
-        f"{ours['device_peak_bytes'] / planned:.3f}" if planned else "-",
+        beside(peak / GB if peak else None, peer.get("gpu_peak_gb")),
+        f"{peak / planned:.3f}" if peak and planned else "-",
         beside((rss["peak"] - rss["before"]) / GB, peer_rss / GB if peer_rss else None),
         beside(sum(ours["startup_seconds"].values()), peer.get("init_s")),
         f"{copied.get('in', 0) / GB:.1f} / {copied.get('out', 0) / GB:.1f}",
@@ -80,9 +80,10 @@ def described(found: dict[str, Any]) -> str:
     return "; ".join(f"{name}: {value}" for name, value in named)
 
 
-def beside(ours: float, theirs: float | None) -> str:
-    """Return two numbers, the peer's in brackets where it is known."""
-    return f"{ours:.2f}" + (f" ({theirs:.2f})" if theirs is not None else "")
+def beside(ours: float | None, theirs: float | None) -> str:
+    """Return two numbers as far as they are known, the peer's in brackets."""
+    own = f"{ours:.2f}" if ours is not None else "-"
+    return own + (f" ({theirs:.2f})" if theirs is not None else "")
 
 
 def losses(ours: list[dict[str, float]], theirs: list[list[float]]) -> str:

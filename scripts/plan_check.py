@@ -35,7 +35,7 @@ import plan_models  # noqa: E402
 from plan_rates import DriveProbe, MachineRates  # noqa: E402
 
 import zero  # noqa: E402
-from estimators import NO_REUSE, Section, Tier  # noqa: E402
+from estimators import Section, Tier  # noqa: E402
 from estimators.activations import Batch  # noqa: E402
 from estimators.estimate import Estimate, estimate, estimate_placed  # noqa: E402
 from estimators.hardware import Bandwidths  # noqa: E402
@@ -197,7 +197,7 @@ def predict(case: Case, engine: zero.ZeroEngine) -> Estimate:
             element=ELEMENTS[case.dtype],
             parameter_tier=TIERS[parameters],
             optimizer_tier=TIERS[optimizer],
-            reuse_limit=NO_REUSE,
+            reuse_numel=0,
         )
     )
 

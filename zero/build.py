@@ -46,7 +46,7 @@ def build_runtime(
     store = _make_store(memory, parts, communicator)
     progress.tiers_made(memory.host_bytes + memory.swap_file_bytes)
     settings = blueprint.settings
-    limits = PrefetchLimits(*memory.ahead_limits, settings.reuse_limit)
+    limits = PrefetchLimits(*memory.ahead_limits, settings.reuse_numel)
     try:
         units, segments = _make_units(blueprint, communicator)
         let_come(units, store, communicator)

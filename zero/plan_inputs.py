@@ -219,7 +219,7 @@ def _configured(inputs: PlanInputs, settings: Settings, options: argparse.Namesp
         placement_rates=_placement_rates(settings, node),
         prefetch_limit=settings.prefetch_limit,
         live_limit=settings.live_limit,
-        reuse_limit=settings.reuse_limit,
+        reuse_numel=settings.reuse_numel,
         is_durable=tiers.durable is not None,
         commit_steps=tiers.durable.every_steps if tiers.durable is not None else 1,
     )

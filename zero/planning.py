@@ -291,7 +291,7 @@ def _placement_request(
         rates=rates,
         prefetch_limit=settings.prefetch_limit,
         live_limit=settings.live_limit,
-        reuse_limit=settings.reuse_limit,
+        reuse_numel=settings.reuse_numel,
         durable=settings.tiers.durable is not None,
         device_is_host=device.is_host,
         update_on_device=not device.is_host and updates_on_device(settings, rule),

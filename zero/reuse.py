@@ -12,9 +12,9 @@ leaves. What is kept goes at the end of a backward, of a forward without gradien
 [Note: the turn] Between a forward and its backward, at the loss, the memory of a device that is not
 the host is often fullest: all activations are there, and several copies of the logits. So a unit
 whose next use is in the backward is not kept on such a device, unless that use is the very next one
-(the root unit's), reading it again means reading a drive, or `stage3_max_reuse_distance` is
-written. Nor is a unit copied ahead over the turn, or while the loss, a scalar, is all that the
-backward has reached. The plan counts what is there, see `turn_bytes` in `estimators/unsharded.py`.
+(the root unit's) or some rank would read it from a drive. Nor is a unit copied ahead over the turn,
+or while the loss, a scalar, is all that the backward has reached. The plan counts what is there:
+`turn_bytes` in `estimators/unsharded.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from estimators import NO_REUSE, AheadLimit
 from offload import Store
 from zero.coming import UnitAhead
 from zero.memory import live_parameter_bytes
@@ -39,7 +38,7 @@ class PrefetchLimits:
 
     prefetch_numel: int
     live_numel: int
-    reuse: AheadLimit = NO_REUSE
+    reuse_numel: int = 0
     """Elements of other units before the next use of one that is kept; 0 keeps none."""
 
 
@@ -68,7 +67,7 @@ class KeptUnits:
 
     def is_ready(self, unit: Unit) -> bool:
         """Tell whether the parameters of a unit need not be read for its next use."""
-        return self.has(unit) or (bool(self._limits.reuse.numel) and unit.is_unsharded)
+        return self.has(unit) or (bool(self._limits.reuse_numel) and unit.is_unsharded)
 
     def has(self, unit: Unit) -> bool:
         """Tell whether a unit is kept."""
@@ -102,14 +101,9 @@ class KeptUnits:
             self._drop(max(self._kept, key=self._distance_of))
 
     def has_room_ahead(self, unit: Unit) -> bool:
-        """Let units go that are used later than one that could come ahead; tell whether it fits."""
-        needed_bytes = unit.full_bytes - unit.live_bytes
-        while needed_bytes and not self._fits(needed_bytes, unit.numel):
-            last = max(self._kept, key=self._distance_of, default=None)
-            if last is None or self._distance_of(last) <= self._distance_of(unit.index):
-                return False
-            self._drop(last)
-        return True
+        """Let kept units, which are used later, leave for the next one; tell whether that fits."""
+        self.make_room(unit)
+        return self._fits(unit.full_bytes - unit.live_bytes, unit.numel)
 
     def drop_all(self) -> None:
         """Free everything that is kept."""
@@ -117,22 +111,18 @@ class KeptUnits:
             self._drop(at)
 
     def _is_near(self, unit: Unit, *, is_recomputed: bool) -> bool:
-        limit = self._limits.reuse.numel
+        limit = self._limits.reuse_numel
         if not limit or is_recomputed:
             return is_recomputed and bool(limit)
         next_use = self._order.next_use(unit.index, self._numel_of, limit)
         if next_use is None:
             return False
         waits = next_use.is_after_turn and next_use.between > 0
-        return not waits or self._store.device.is_host or self._is_worth_a_turn(unit)
-
-    def _is_worth_a_turn(self, unit: Unit) -> bool:
-        """Tell whether a unit stays on a device over the loss: see [Note: the turn]."""
-        return self._limits.reuse.is_written or not unit.is_in_memory
+        return not waits or self._store.device.is_host or unit.is_paged  # see [Note: the turn]
 
     def _distance_of(self, at: int) -> int:
         """Return the elements of others before the next use, more than the limit if not near."""
-        limit = self._limits.reuse.numel
+        limit = self._limits.reuse_numel
         next_use = self._order.next_use(at, self._numel_of, limit)
         return limit + 1 if next_use is None else next_use.between
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from estimators import (
     LIVE_LIMIT,
-    NO_REUSE,
     NOTHING_STAYS,
     PREFETCH_LIMIT,
     AheadLimit,
@@ -130,7 +129,7 @@ class Settings:
     """Most parameters that are read ahead of their use."""
     live_limit: AheadLimit = LIVE_LIMIT
     """Parameters unsharded and read ahead together; reading ahead ends there."""
-    reuse_limit: AheadLimit = NO_REUSE
+    reuse_numel: int = 0
     """Elements of other units before the next use of one that is kept; 0 keeps none."""
     tiers: TierSettings = TierSettings()
     aio: AioSettings = AioSettings()

@@ -396,9 +396,9 @@ class Unit:
         )
 
     @property
-    def is_in_memory(self) -> bool:
-        """Whether every rank's shards are in memory, so that they can come ahead of their use."""
-        return all(segment.is_in_place or segment.coming.may_come for segment in self.segments)
+    def is_paged(self) -> bool:
+        """Whether some rank reads some of the parameters from NVMe."""
+        return any(segment.coming.is_paged for segment in self.segments)
 
     @property
     def shard_bytes(self) -> int:

@@ -2,8 +2,9 @@
 
 First 1.364 B parameters, 4 x 1024 tokens, bf16, then the shapes of `scripts/plan_check.py`.
 
-The numbers are those of `scripts/gpu_bench.py` of 2026-11-29, its row, device peak and step. They
-were taken for another purpose, and nothing here was fitted to them.
+The rows are those of `scripts/gpu_bench.py` of 2026-11-29, its row, device peak and step. They
+were taken for another purpose, and nothing here was fitted to them. Peaks of shapes are those of
+`scripts/plan_check.py`, where nothing is kept from one use of a unit to the next.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from estimators import NO_REUSE, DriveRates, StateFormat, Tier
+from estimators import DriveRates, StateFormat, Tier
 from estimators.activations import Batch
 from estimators.estimate import estimate
 from estimators.hardware import GPUS, bandwidths_of
@@ -130,7 +131,7 @@ PEAKS = {
     ("encoder", "cpu"): 1728801280,
     ("encoder", "all on nvme"): 1728801280,
 }
-"""Of `GPU_SHAPES`, `max_memory_allocated` in bytes; where parameters move, of 2026-11-30."""
+"""Of `GPU_SHAPES`, `max_memory_allocated` in bytes; measured again where parameters move."""
 SECOND_PEAKS = {
     ("dense", "none"): 10556205568,
     ("dense", "cpu"): 8050115584,
@@ -148,6 +149,7 @@ SECOND_PEAKS = {
     ("experts", "all on nvme"): 6371597312,
     ("encoder", "all on nvme"): 2111866368,
 }
+"""The same of `SECOND`."""
 
 
 def planned(case: Case) -> int:
@@ -159,7 +161,7 @@ def planned(case: Case) -> int:
         Batch(case.samples, case.sequence),
         parameter_tier=TIERS[parameters],
         optimizer_tier=TIERS[optimizer],
-        reuse_limit=NO_REUSE,
+        reuse_numel=0,
     )
     return estimate(inputs).tensor_bytes
 

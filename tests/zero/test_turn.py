@@ -24,7 +24,6 @@ WIDTH = 32
 WORDS = 300
 LAYERS = 6
 BLOCKS = tuple(f"h.{number}" for number in range(LAYERS))
-FAR = 10**9
 
 
 class Returns(enum.Enum):
@@ -45,6 +44,32 @@ class Block(nn.Module):
         return x + self.b(torch.tanh(self.a(x)))
 
 
+class Mixture(nn.Module):
+    """A gate and two experts, both of which see every word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates = self.gate(x).softmax(-1)
+        first, second = (expert(x) for expert in self.experts)
+        return gates[..., :1] * first + gates[..., 1:] * second
+
+
+class Routed(nn.Module):
+    """A block with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.mixture = Mixture()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mixture(self.a(x))
+
+
 class AtTheLoss(torch.autograd.Function):
     """Looks at a model in the forward and in the backward of its loss."""
 
@@ -63,10 +88,10 @@ class AtTheLoss(torch.autograd.Function):
 class Net(nn.Module):
     """Blocks between an embedding and a head, which belong to the root unit."""
 
-    def __init__(self, returns: Returns) -> None:
+    def __init__(self, returns: Returns, block: type[nn.Module]) -> None:
         super().__init__()
         self.inp = nn.Embedding(WORDS, WIDTH)
-        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.h = nn.ModuleList(block() for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.returns = returns
         self.look = lambda: None
@@ -90,22 +115,24 @@ class Net(nn.Module):
 def trained(
     scratch: Path,
     monkeypatch: pytest.MonkeyPatch,
-    returns: Returns,
     parameters: str,
+    returns: Returns = Returns.BOTH,
+    block: type[nn.Module] = Block,
     **zero_keys: Any,
 ) -> dict[str, Any]:
     """Train four steps beside a device, and return what was there at the loss of the last one."""
     monkeypatch.setattr(zero.planning, "open_device", lambda _: SimulatedDevice(3))
     torch.manual_seed(2)
+    memory = "60MB" if parameters == "cpu" else "2MB"
     config = make_config(
-        parameters=parameters, optimizer=parameters, nvme_path=str(scratch), host_memory="2MB"
+        parameters=parameters, optimizer=parameters, nvme_path=str(scratch), host_memory=memory
     )
     section = config["zero_optimization"]
     if parameters == "nvme":
         section["offload_param"]["max_in_cpu"] = 0
     section.pop("stage3_max_reuse_distance")
     section |= zero_keys
-    net = Net(returns)
+    net = Net(returns, block)
     engine, _, _, _ = zero.initialize(model=net, config=config)
     units = engine._runtime.units
     seen: list[Any] = []
@@ -152,7 +179,7 @@ def test_at_the_loss_the_root_unit_alone_is_there(
     scratch: Path, monkeypatch: pytest.MonkeyPatch, returns: Returns
 ) -> None:
     """Nothing is copied that is not used, and each block comes ahead where that costs no memory."""
-    found = trained(scratch, monkeypatch, returns, "cpu")
+    found = trained(scratch, monkeypatch, "cpu", returns)
     root, *blocks = (found["full"][name] for name in ("<root>", *BLOCKS))
     assert min(root, *blocks) > 0
     assert found["at the loss"] == 2 * [[root, ["<root>"]]]
@@ -164,49 +191,39 @@ def test_at_the_loss_the_root_unit_alone_is_there(
     assert found["live"][0] == found["live"][1]
 
 
-def test_units_are_kept_over_the_loss_where_a_key_says_so(
-    scratch: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("block", [Block, Routed])
+def test_ranks_agree_on_what_is_there(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, block: type[nn.Module], world_size: int
 ) -> None:
-    """No unit that is used later makes one leave that is used sooner."""
-    written = trained(scratch, monkeypatch, Returns.BOTH, "cpu", stage3_max_reuse_distance=FAR)
-    default = trained(scratch, monkeypatch, Returns.BOTH, "cpu")
-    never = trained(scratch, monkeypatch, Returns.BOTH, "cpu", stage3_max_reuse_distance=0)
-    kept = BLOCKS[-3:]
-    sizes = written["full"]
-    there = sum(sizes[name] for name in ("<root>", *kept))
-    assert written["at the loss"] == 2 * [[there, ["<root>", *kept]]]
-    assert written["turn"] == there == written["live"][1]
-    assert written["kept"] == dict.fromkeys(("<root>", *kept), 1)
-    assert written["prefetch"] == {name: 1 if name in kept else 2 for name in BLOCKS}
-    assert written["copied"] == default["copied"] - sum(sizes[name] for name in kept)
-    assert never["turn"] == sizes["<root>"]
-    assert never["copied"] == default["copied"] + sizes["<root>"]
-    assert written["bits"] == default["bits"] == never["bits"]
-
-
-def test_ranks_agree_on_what_is_there(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank gathers a block once in each pass, and nothing that it does not use."""
 
     def work(rank: int) -> list[dict[str, Any]]:
-        keys: list[dict[str, int]] = [{}, {"stage3_max_reuse_distance": FAR}]
-        return [
-            trained(scratch / str(rank), monkeypatch, Returns.BOTH, "cpu", **each) for each in keys
-        ]
+        keys: list[dict[str, int]] = [{}, {"stage3_max_reuse_distance": 0}]
+        folder = scratch / str(rank)
+        return [trained(folder, monkeypatch, "cpu", block=block, **each) for each in keys]
 
-    for default, written in on_ranks(work, 2, scratch):
-        there = sum(default["full"][name] for name in ("<root>", *BLOCKS[-3:]))
-        assert default["at the loss"] == 2 * [[default["full"]["<root>"], ["<root>"]]]
-        assert written["at the loss"] == 2 * [[there, ["<root>", *BLOCKS[-3:]]]]
-        assert default["prefetch"] == dict.fromkeys(BLOCKS, 2)
-        assert default["bits"] == written["bits"]
+    for default, never in on_ranks(work, world_size, scratch):
+        root = default["full"]["<root>"]
+        assert default["at the loss"] == never["at the loss"] == 2 * [[root, ["<root>"]]]
+        assert default["turn"] == root
+        assert default["kept"] == {"<root>": 1} and not never["kept"]
+        assert default["bits"] == never["bits"]
+        if block is Block:
+            assert default["prefetch"] == dict.fromkeys(BLOCKS, 2)
 
 
 def test_what_a_drive_holds_is_kept_over_the_loss(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = trained(scratch, monkeypatch, Returns.BOTH, "nvme")
-    kept = BLOCKS[-3:]
+    found = trained(scratch, monkeypatch, "nvme")
+    never = trained(scratch, monkeypatch, "nvme", stage3_max_reuse_distance=0)
+    sizes, kept = found["full"], BLOCKS[-3:]
+    there = sum(sizes[name] for name in ("<root>", *kept))
     assert found["kept"] == dict.fromkeys(("<root>", *kept), 1)
-    there = sum(found["full"][name] for name in ("<root>", *kept))
     assert found["at the loss"] == 2 * [[there, ["<root>", *kept]]]
-    assert found["turn"] == there
+    assert found["turn"] == there == found["live"][1]
+    assert never["at the loss"] == 2 * [[sizes["<root>"], ["<root>"]]]
+    assert never["turn"] == sizes["<root>"]
+    assert never["copied"] - found["copied"] == there
+    assert found["bits"] == never["bits"]

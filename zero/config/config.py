@@ -128,7 +128,7 @@ class ZeroConfig(Document):
             sub_group_numel=zero.sub_group_size or ZeroOptimization().sub_group_size,
             prefetch_limit=self._ahead_limit("stage3_prefetch_bucket_size"),
             live_limit=self._ahead_limit("stage3_max_live_parameters"),
-            reuse_limit=self._ahead_limit("stage3_max_reuse_distance"),
+            reuse_numel=zero.stage3_max_reuse_distance,
             persistence=Persistence(
                 zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
             ),
