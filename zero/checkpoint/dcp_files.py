@@ -65,6 +65,13 @@ def _size(values: Any = ()) -> tuple[Any, ...]:
     return tuple(values)
 
 
+def _member(kind: Any, name: Any) -> _Record:
+    """Stand in for `getattr`, by which Python 3.11.0 to 3.11.3 pickle members of enumerations."""
+    if kind is not _Record or not isinstance(name, str):
+        raise pickle.UnpicklingError("it names builtins.getattr")
+    return _Record(name)
+
+
 def _path(*parts: Any) -> str:
     return str(PurePosixPath(*(str(each) for each in parts)))
 
@@ -93,6 +100,7 @@ _SAFE: dict[tuple[str, str], Any] = {
     **{("torch.distributed.checkpoint.metadata", name): it for name, it in _OF_METADATA.items()},
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
     ("torch", "Size"): _size,
+    ("builtins", "getattr"): _member,
     ("torch.serialization", "_get_layout"): _Record,
     ("collections", "OrderedDict"): OrderedDict,
     **{("torch", name): dtype for name, dtype in _DTYPES.items()},

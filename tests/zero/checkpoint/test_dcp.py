@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
@@ -388,6 +389,33 @@ def test_a_bomb_among_the_values_is_not_run(scratch: Path, monkeypatch: pytest.M
     with pytest.raises(zero.CheckpointError, match="plain names in its own folder"):
         quietly_load(engine, scratch / "dcp")
     assert not (scratch / "exploded").exists()
+    engine.destroy()
+
+
+class OlderPickler(pickle.Pickler):
+    """Pickles members of enumerations as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, enum.Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+def test_what_an_older_python_saved_is_read(scratch: Path) -> None:
+    document = save_plain(scratch / "dcp")
+    path = scratch / "dcp" / ".metadata"
+    found = pickle.loads(path.read_bytes())  # written just above
+    with path.open("wb") as file:
+        OlderPickler(file).dump(found)
+    assert b"getattr" in path.read_bytes()
+    engine = zero.initialize(model=model(freeze=False), config=make_config())[0]
+    quietly_load(engine, scratch / "dcp")
+    for name, tensor in engine.module.state_dict().items():
+        assert torch.equal(tensor, document["model"][name]), name
+    with path.open("wb") as file:
+        file.write(pickle.dumps(getattr).removesuffix(b".") + b"(X\x03\0\0\0strX\x04\0\0\0jointR.")
+    with pytest.raises(zero.CheckpointError, match=r"names builtins\.getattr"):
+        quietly_load(engine, scratch / "dcp")
     engine.destroy()
 
 
