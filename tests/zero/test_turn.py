@@ -2,149 +2,20 @@
 
 from __future__ import annotations
 
-import enum
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import zero
-import zero.planning
-from tests.support.configs import make_config
 from tests.support.fork_ranks import on_ranks
-from tests.support.observe import digest, full_parameters
-from tests.support.simulated_device import SimulatedDevice
+from tests.support.turns import BLOCKS, Net, Returns, trained
 
 pytestmark = pytest.mark.nvme
-WIDTH = 32
-WORDS = 300
-LAYERS = 6
-BLOCKS = tuple(f"h.{number}" for number in range(LAYERS))
 FAR = 10**9
 
 
-class Returns(enum.Enum):
-    """What the model gives back."""
-
-    LOSS = "loss"
-    BOTH = "loss and logits"
-    LOGITS = "logits"
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(WIDTH, 4 * WIDTH)
-        self.b = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.b(torch.tanh(self.a(x)))
-
-
-class AtTheLoss(torch.autograd.Function):
-    """Looks at a model in the forward and in the backward of its loss."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, model: Net) -> torch.Tensor:
-        ctx.model = model
-        model.look()
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.model.look()
-        return gradient, None
-
-
-class Net(nn.Module):
-    """Blocks between an embedding and a head, which belong to the root unit."""
-
-    def __init__(self, returns: Returns) -> None:
-        super().__init__()
-        self.inp = nn.Embedding(WORDS, WIDTH)
-        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.returns = returns
-        self.look = lambda: None
-
-    def loss(self, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten())
-        found: torch.Tensor = AtTheLoss.apply(loss, self)  # type: ignore[no-untyped-call]
-        return found
-
-    def forward(self, words: torch.Tensor) -> Any:
-        x = self.inp(words)
-        for block in self.h:
-            x = block(x)
-        logits = self.head(x)
-        if self.returns is Returns.LOGITS:
-            return logits
-        loss = self.loss(logits, words)
-        return loss if self.returns is Returns.LOSS else (loss, logits)
-
-
-def trained(
-    scratch: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    returns: Returns,
-    parameters: str,
-    **zero_keys: Any,
-) -> dict[str, Any]:
-    """Train four steps beside a device, and return what was there at the loss of the last one."""
-    monkeypatch.setattr(zero.planning, "open_device", lambda _: SimulatedDevice(3))
-    torch.manual_seed(2)
-    config = make_config(
-        parameters=parameters, optimizer=parameters, nvme_path=str(scratch), host_memory="2MB"
-    )
-    section = config["zero_optimization"]
-    if parameters == "nvme":
-        section["offload_param"]["max_in_cpu"] = 0
-    section.pop("stage3_max_reuse_distance")
-    section |= zero_keys
-    net = Net(returns)
-    engine, _, _, _ = zero.initialize(model=net, config=config)
-    units = engine._runtime.units
-    seen: list[Any] = []
-
-    def look() -> None:
-        live = {unit.name: unit.live_bytes for unit in units if unit.live_bytes}
-        seen.append([sum(live.values()), sorted(live)])
-
-    net.look = look
-    losses = []
-    for step in range(4):
-        words = torch.arange(12).view(3, 4) + step
-        seen.clear()
-        engine.ledger.events.clear()
-        before = engine.ledger.snapshot()
-        output = engine(words)
-        loss = net.loss(output, words) if returns is Returns.LOGITS else output
-        loss = loss[0] if isinstance(loss, tuple) else loss
-        engine.backward(loss)
-        moved = engine.ledger.snapshot().minus(before)
-        losses.append(loss.item())
-        engine.step()
-    plan, events = engine.plan.memory, list(engine.ledger.events)
-    found = {
-        "bits": [digest(full_parameters(engine)), losses],
-        "at the loss": seen,
-        "copied": moved.copied_bytes["in"],
-        "full": {unit.name: unit.full_bytes for unit in units},
-        "turn": plan.turn_bytes,
-        "live": (engine.ledger.peaks["parameters unsharded (peak)"], plan.live_parameter_bytes),
-        **{what: count(events, what) for what in ("prefetch", "kept", "gather")},
-    }  # fmt: skip
-    engine.destroy()
-    return found
-
-
-def count(events: Iterable[tuple[str, str]], what: str) -> Counter[str]:
-    """Return how often something was done, by the name of the unit."""
-    return Counter(name.partition("[")[0] for event, name in events if event == what)
+def both() -> Net:
+    return Net(Returns.BOTH)
 
 
 @pytest.mark.parametrize("returns", Returns)
@@ -152,7 +23,7 @@ def test_at_the_loss_the_root_unit_alone_is_there(
     scratch: Path, monkeypatch: pytest.MonkeyPatch, returns: Returns
 ) -> None:
     """Nothing is copied that is not used, and each block comes ahead where that costs no memory."""
-    found = trained(scratch, monkeypatch, returns, "cpu")
+    found = trained(scratch, monkeypatch, lambda: Net(returns))
     root, *blocks = (found["full"][name] for name in ("<root>", *BLOCKS))
     assert min(root, *blocks) > 0
     assert found["at the loss"] == 2 * [[root, ["<root>"]]]
@@ -168,9 +39,9 @@ def test_units_are_kept_over_the_loss_where_a_key_says_so(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No unit that is used later makes one leave that is used sooner."""
-    written = trained(scratch, monkeypatch, Returns.BOTH, "cpu", stage3_max_reuse_distance=FAR)
-    default = trained(scratch, monkeypatch, Returns.BOTH, "cpu")
-    never = trained(scratch, monkeypatch, Returns.BOTH, "cpu", stage3_max_reuse_distance=0)
+    written = trained(scratch, monkeypatch, both, stage3_max_reuse_distance=FAR)
+    default = trained(scratch, monkeypatch, both)
+    never = trained(scratch, monkeypatch, both, stage3_max_reuse_distance=0)
     kept = BLOCKS[-3:]
     sizes = written["full"]
     there = sum(sizes[name] for name in ("<root>", *kept))
@@ -189,9 +60,7 @@ def test_ranks_agree_on_what_is_there(scratch: Path, monkeypatch: pytest.MonkeyP
 
     def work(rank: int) -> list[dict[str, Any]]:
         keys: list[dict[str, int]] = [{}, {"stage3_max_reuse_distance": FAR}]
-        return [
-            trained(scratch / str(rank), monkeypatch, Returns.BOTH, "cpu", **each) for each in keys
-        ]
+        return [trained(scratch / str(rank), monkeypatch, both, **each) for each in keys]
 
     for default, written in on_ranks(work, 2, scratch):
         there = sum(default["full"][name] for name in ("<root>", *BLOCKS[-3:]))
@@ -204,7 +73,7 @@ def test_ranks_agree_on_what_is_there(scratch: Path, monkeypatch: pytest.MonkeyP
 def test_what_a_drive_holds_is_kept_over_the_loss(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = trained(scratch, monkeypatch, Returns.BOTH, "nvme")
+    found = trained(scratch, monkeypatch, both, "nvme")
     kept = BLOCKS[-3:]
     assert found["kept"] == dict.fromkeys(("<root>", *kept), 1)
     there = sum(found["full"][name] for name in ("<root>", *kept))
