@@ -11,10 +11,12 @@ leaves. What is kept goes at the end of a backward, of a forward without gradien
 
 [Note: the turn] Between a forward and its backward, at the loss, the memory of a device that is not
 the host is often fullest: all activations are there, and several copies of the logits. So a unit
-whose next use is in the backward is not kept on such a device, unless that use is the very next one
-(the root unit's), reading it again means reading a drive, or `stage3_max_reuse_distance` is
-written. Nor is a unit copied ahead over the turn, or while the loss, a scalar, is all that the
-backward has reached. The plan counts what is there, see `turn_bytes` in `estimators/unsharded.py`.
+whose next use is in the backward is not kept on such a device, unless it is the root unit, that use
+is the very next one of a model whose root unit does not move, this rank would read a drive for it,
+or `stage3_max_reuse_distance` is written. Nor is a unit copied ahead over the turn, or while the
+loss of the model, a scalar, is all that the backward has reached. A tensor of one element is no
+scalar: with one sample a rank may have that where the others have more, and ranks must do alike.
+The plan counts what is there, see `turn_bytes` in `estimators/unsharded.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from estimators import NO_REUSE, AheadLimit
-from offload import Store
+from offload import Store, pages_parameters
 from zero.coming import UnitAhead
 from zero.memory import live_parameter_bytes
 from zero.order import RecordedOrder
@@ -60,6 +62,12 @@ class KeptUnits:
         self._limits = limits
         self._unsharded, self._ahead = present
         self._kept: dict[int, Unit] = {}
+        self._reads = {
+            unit.index
+            for unit in units
+            if any(pages_parameters(store, segment.index) for segment in unit.segments)
+        }
+        """Units whose parameters this rank reads from a drive."""
 
     @property
     def units(self) -> Collection[Unit]:
@@ -123,12 +131,14 @@ class KeptUnits:
         next_use = self._order.next_use(unit.index, self._numel_of, limit)
         if next_use is None:
             return False
-        waits = next_use.is_after_turn and next_use.between > 0
-        return not waits or self._store.device.is_host or self._is_worth_a_turn(unit)
+        if self._store.device.is_host or not next_use.is_after_turn:
+            return True
+        is_first = next_use.between == 0 and not self._units[0].moves
+        return is_first or self._is_worth_a_turn(unit)
 
     def _is_worth_a_turn(self, unit: Unit) -> bool:
         """Tell whether a unit stays on a device over the loss: see [Note: the turn]."""
-        return self._limits.reuse.is_written or not unit.is_in_memory
+        return unit.index == 0 or self._limits.reuse.is_written or unit.index in self._reads
 
     def _distance_of(self, at: int) -> int:
         """Return the elements of others before the next use, more than the limit if not near."""

@@ -396,11 +396,6 @@ class Unit:
         )
 
     @property
-    def is_in_memory(self) -> bool:
-        """Whether every rank's shards are in memory, so that they can come ahead of their use."""
-        return all(segment.is_in_place or segment.coming.may_come for segment in self.segments)
-
-    @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's shard of the parameters."""
         return sum(

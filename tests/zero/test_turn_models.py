@@ -83,6 +83,41 @@ class Numbers(Watched):
         return AtTheLoss.apply(y.square().mean(), self)  # type: ignore[no-untyped-call]
 
 
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.mix(x)
+        at = int(x.shape[0] % 2)
+        return x + torch.tanh(self.experts[at](x))
+
+
+class Experts(Net):
+    def __init__(self) -> None:
+        super().__init__(Returns.BOTH)
+        self.h = nn.ModuleList(Routed() for _ in range(LAYERS))
+
+
+class Wide(Net):
+    """Large blocks, and small ones after them."""
+
+    def __init__(self) -> None:
+        super().__init__(Returns.BOTH)
+        self.h.extend(Narrow() for _ in range(8))
+
+
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.a(x)
+
+
 def both() -> Net:
     return Net(Returns.BOTH)
 
@@ -157,6 +192,18 @@ def test_blocks_come_ahead_where_the_root_unit_does_not_move(
     assert found["left"] == [0, []]
 
 
+def test_the_root_unit_stays_where_a_block_is_used_before_it(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = trained(scratch, monkeypatch, Encoder)
+    root, block = found["full"]["<root>"], found["full"][BLOCKS[-1]]
+    assert 0 < root < block
+    assert found["at the loss"] == 2 * [[root, ROOT_ALONE]]
+    assert found["turn"] == root
+    assert found["kept"] == {"<root>": 1}
+    assert found["copied"] == root + 2 * LAYERS * block
+
+
 def test_ranks_with_one_sample_and_with_more_do_alike(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,3 +216,52 @@ def test_ranks_with_one_sample_and_with_more_do_alike(
     for found in on_ranks(work, 2, scratch):
         assert found["prefetch"] == {**dict.fromkeys(BLOCKS, 2), BLOCKS[-1]: 1}
         assert found["at the loss"] == 2 * [[found["turn"], ROOT_ALONE]]
+
+
+def test_blocks_around_experts_in_memory_are_not_kept_over_the_loss(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They cannot come ahead on several ranks, but no drive is read for them."""
+
+    def work(rank: int) -> dict[str, Any]:
+        words = torch.arange(4 * (rank + 1)).view(-1, 4)
+        return trained(scratch / str(rank), monkeypatch, Experts, words=words)
+
+    for found in on_ranks(work, 2, scratch):
+        assert found["at the loss"] == 2 * [[found["turn"], ROOT_ALONE]]
+        assert found["turn"] == found["full"]["<root>"] > 0
+        assert found["kept"] == {"<root>": 1}
+
+
+def test_a_rank_keeps_over_the_loss_what_its_own_plan_says(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank has all parameters in memory, the other reads them from a drive."""
+
+    def work(rank: int) -> dict[str, Any]:
+        own = scratch / str(rank)
+        own.mkdir()
+        return trained(own, monkeypatch, both, "nvme", on_host=(10**9, 0)[rank])
+
+    in_memory, on_drive = on_ranks(work, 2, scratch)
+    kept = ["<root>", *BLOCKS[-3:]]
+    there = sum(on_drive["full"][name] for name in kept)
+    assert on_drive["at the loss"] == 2 * [[there, kept]]
+    assert on_drive["turn"] == there
+    assert in_memory["at the loss"] == 2 * [[in_memory["turn"], ROOT_ALONE]]
+    assert in_memory["bits"][0] == on_drive["bits"][0]
+
+
+def test_all_small_blocks_of_a_drive_are_counted(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than three fit where larger ones rest in memory."""
+    large = LAYERS * sum(each.numel() for each in Block().parameters())
+    rest = 2 * WORDS * WIDTH + 1000  # of the root unit, and what is less than a small block
+    found = trained(scratch, monkeypatch, Wide, "nvme", on_host=large + rest)
+    small = [name for name in found["kept"] if name != "<root>"]
+    assert len(small) > 3
+    assert not {*small} & {*BLOCKS}
+    there = found["full"]["<root>"] + sum(found["full"][name] for name in small)
+    assert found["at the loss"] == 2 * [[there, sorted(found["kept"])]]
+    assert found["turn"] == there
