@@ -4,7 +4,9 @@
 the gathered values, but they do not count, as those that come to a device ahead of their use. So a
 touch finds what the shards hold, and whatever writes a parameter makes what is kept old: it is then
 gathered again. Ranks need not keep the same: they tell each other when they meet, and gather unless
-all of them have the values. A unit is kept if the recorded order says that it is used again after
+all of them have the values. But what comes ahead is exchanged by all at once. So a rank that cannot
+keep a unit, because somebody holds on to its values, counts it as kept all the same, where other
+ranks keep it. A unit is kept if the recorded order says that it is used again after
 at most `max_reuse_distance` elements of others, and only in room that the plan has for units in use
 and within `max_live_parameters`: where another unit needs the room, the one that is used last
 leaves. What is kept goes at the end of a backward, of a forward without gradients, and at a step.
@@ -90,7 +92,7 @@ class KeptUnits:
         held_bytes = unit.live_bytes
         keeps = may_keep and unit.moves and self._is_near(unit, is_recomputed=is_recomputed)
         unit.reshard(keeps_for=self._store if keeps else None)
-        if unit.is_kept:
+        if unit.is_kept or (keeps and _is_on_several_ranks(unit)):
             self._kept[unit.index] = unit
             self.make_room(None)
             self._store.ledger.observe(KEPT, sum(each.live_bytes for each in self.units))
@@ -147,11 +149,11 @@ class KeptUnits:
         return limit + 1 if next_use is None else next_use.between
 
     def _fits(self, size_bytes: int, numel: int) -> bool:
-        present = [*self._unsharded.values(), *self._ahead.sharded, *self.units]
-        distinct = {unit.index: unit for unit in present}.values()
-        live_numel = numel + sum(each.numel for each in distinct)
-        planned_bytes = self._store.plan.live_parameter_bytes
-        fits = live_parameter_bytes(distinct) + size_bytes <= planned_bytes
+        others = [*self._unsharded.values(), *self._ahead.sharded]
+        distinct = {unit.index: unit for unit in others if unit.index not in self._kept}.values()
+        live_numel = numel + sum(each.numel for each in (*distinct, *self.units))
+        size_bytes += live_parameter_bytes(distinct) + sum(each.full_bytes for each in self.units)
+        fits = size_bytes <= self._store.plan.live_parameter_bytes
         return fits and live_numel <= self._limits.live_numel
 
     def _numel_of(self, at: int) -> int:
@@ -164,3 +166,7 @@ class KeptUnits:
         unit.drop_prefetched(self._store)
         if self._store.device.is_host:
             self._store.heap.freed(held_bytes)
+
+
+def _is_on_several_ranks(unit: Unit) -> bool:
+    return any(segment.communicator.world_size > 1 for segment in unit.segments)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zero
 from tests.support.fork_ranks import on_ranks
@@ -81,6 +82,23 @@ class Numbers(Watched):
         for block in self.h:
             y = block(y)
         return AtTheLoss.apply(y.square().mean(), self)  # type: ignore[no-untyped-call]
+
+
+class Looped(Net):
+    """Uses its first blocks twice; a rank may hold on to what one of them is unsharded to."""
+
+    def __init__(self, *, holds: bool) -> None:
+        super().__init__(Returns.BOTH)
+        held: list[torch.Tensor] = []
+        if holds:
+            self.h[1].register_forward_pre_hook(lambda block, _: held.append(block.a.weight.data))
+
+    def forward(self, words: torch.Tensor) -> Any:
+        x = self.inp(words)
+        for number in (0, 1, 2, 0, 1, 2, 3, 4, 5):
+            x = checkpoint(self.h[number], x, use_reentrant=False)
+        logits = self.head(x)
+        return self.loss(logits, words), logits
 
 
 class Routed(nn.Module):
@@ -215,6 +233,20 @@ def test_ranks_with_one_sample_and_with_more_do_alike(
 
     for found in on_ranks(work, 2, scratch):
         assert found["prefetch"] == {**dict.fromkeys(BLOCKS, 2), BLOCKS[-1]: 1}
+        assert found["at the loss"] == 2 * [[found["turn"], ROOT_ALONE]]
+
+
+def test_ranks_do_alike_where_one_of_them_holds_on_to_values(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That rank cannot keep the block for its next use, and copies it ahead no sooner for that."""
+
+    def work(rank: int) -> dict[str, Any]:
+        return trained(scratch / str(rank), monkeypatch, lambda: Looped(holds=rank == 0))
+
+    for found in on_ranks(work, 2, scratch):
+        assert found["gather"][BLOCKS[1]] > 0  # it is gathered again, by all
+        assert found["kept"][BLOCKS[0]] > 0
         assert found["at the loss"] == 2 * [[found["turn"], ROOT_ALONE]]
 
 
