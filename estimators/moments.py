@@ -13,10 +13,10 @@ block runs again.
 [Note: moments of a backward] On a GPU torch counts every tensor, so the moments are told apart. At
 the loss the root unit is unsharded, and what is kept for the backward; all activations are kept,
 beside copies of the logits. The logits leave before the head's weight has its gradient, while the
-parameters of the last block may be on their way. In the backward of
-the last block its own parameters and its gradients are there, with those of the root unit, into
-whose buffer the head's have gone. Between two blocks the parameters of both are there, what the
-first one kept is not; then its gradients may still be on their way while those of the next are
+parameters of the last block may be on their way. In the backward of the last block its own
+parameters and its gradients are there, what else was kept, and those of the root unit, into whose
+gradients' buffer the head's have gone. Between two blocks the parameters of both are there, what
+the first one kept is not; then its gradients may still be on their way while those of the next are
 collected, when its parameters are gone, which is as much. A table that is head and embedding has
 two gradients: autograd holds the head's till the other comes.
 """
@@ -83,7 +83,8 @@ def _device_moments(memory: MemoryPlan, found: Activations, *, keeps_gradients: 
     )
     between = {**two, KEPT: left - found.block_bytes, **work}
     turn = {LIVE_PARAMETERS: memory.turn_bytes}
-    ahead[LIVE_PARAMETERS] = max(ahead[LIVE_PARAMETERS], memory.turn_bytes)
+    for early in (ahead, one):
+        early[LIVE_PARAMETERS] = max(early[LIVE_PARAMETERS], memory.turn_bytes)
     moments = {
         "loss": {**turn, KEPT: found.kept_bytes, LOSS: found.loss_bytes},
         "head": {**ahead, KEPT: left, WORKING: found.head_bytes},

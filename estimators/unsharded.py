@@ -20,9 +20,6 @@ from functools import cached_property
 from estimators.records import Section
 from estimators.segments import PlacementRequest, SegmentSpec, Tier
 
-_MOST_KEPT = 3
-"""Blocks that there is room to keep: two in use and one ahead, none of which is there then."""
-
 _ByUnit = tuple[int, tuple[dict[int, int], dict[int, int]]]
 """A sum of the root unit, of each block and of each unit within a block."""
 
@@ -80,9 +77,9 @@ class UnshardedBytes(abc.ABC):
     def turn_bytes(self) -> int:
         """Bytes of parameters on a device between a forward and its backward, at most.
 
-        They are the root unit's, and those of the last blocks that are kept for the backward:
-        blocks of which some rests on NVMe, and one where no root unit comes between its two uses.
-        See [Note: the turn] in `zero/reuse.py`.
+        They are the root unit's, and those of the last blocks that are kept for the backward, as
+        far as there is room: blocks of which some rests on NVMe, and one where no root unit comes
+        between its two uses. See [Note: the turn] in `zero/reuse.py`.
         """
         request = self.request
         room = self.live_bytes(2, with_ahead=True)
@@ -96,9 +93,8 @@ class UnshardedBytes(abc.ABC):
         }
         kept = 0
         for units in kinds if request.reuse_numel else ():
-            stays = sorted(size for unit, size in units.items() if unit in reads)
             least = 0 if root else max(units.values(), default=0)
-            kept += max(least, sum(stays[-_MOST_KEPT:]))
+            kept += max(least, sum(size for unit, size in units.items() if unit in reads))
         return min(root + kept, room)
 
     @cached_property

@@ -33,10 +33,8 @@ class ComingParameters:
         self._version = 0
         self._kept_at: int | None = None
         """If it is kept from an earlier use: the version of this rank's shards then."""
-        self.is_paged = False
-        """Whether some rank reads some of its shard from NVMe."""
         self.may_come = True
-        """Whether every rank's shard is in memory and can be exchanged ahead."""
+        """Whether every rank's shard is in memory, so that it can be exchanged ahead."""
 
     @property
     def is_kept(self) -> bool:
@@ -123,7 +121,7 @@ class UnitAhead:
 
 
 def let_come(units: Sequence[Unit], store: Store, communicator: Communicator) -> None:
-    """Find out which segments some rank pages, and which may come ahead; a collective.
+    """Find out of which segments no rank pages anything; a collective.
 
     Where ranks take turns for experts, each comes to units in an order of its own, so nothing is
     exchanged ahead.
@@ -131,14 +129,16 @@ def let_come(units: Sequence[Unit], store: Store, communicator: Communicator) ->
     segments = [segment for unit in units for segment in unit.segments]
     if not segments:
         return
-    takes_turns = communicator.world_size > 1 and any(unit.router is not None for unit in units)
+    if communicator.world_size > 1 and any(unit.router is not None for unit in units):
+        for segment in segments:
+            segment.coming.may_come = False
+        return
     pages = torch.tensor(
         [pages_parameters(store, segment.index) for segment in segments], device="cpu"
     )
     by_rank = communicator.gather_rows(pages)
     for segment, any_pages in zip(segments, by_rank.any(0).tolist(), strict=True):
-        segment.coming.is_paged = any_pages
-        segment.coming.may_come = not (any_pages or takes_turns)
+        segment.coming.may_come = not any_pages
 
 
 def agree_on(segment: Segment, *, is_ready: bool = False) -> bool:

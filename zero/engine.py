@@ -390,7 +390,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
     def _note_forward(self, _module: nn.Module, _args: Any) -> None:
         """Remember that a micro-batch is under way."""
         self._runtime.store.require_intact()
-        self._runtime.scheduler.recover_if_idle()
+        self._runtime.scheduler.begin_forward(of_model=True)
         self._adopt_changes()
         if torch.is_grad_enabled():
             if self._is_idle:

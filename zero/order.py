@@ -18,6 +18,7 @@ class Phase(enum.Enum):
     """Which pass a unit is used in."""
 
     FORWARD = "forward"
+    INFERENCE = "forward without gradients"
     BACKWARD = "backward"
 
 
@@ -41,7 +42,8 @@ class RecordedOrder:
     As long as uses repeat, that place moves on with them. Where they do not, it becomes the latest
     one where the same unit was used in the same phase, after the same one before if there is such
     a place: so what is common is predicted, and what is new is predicted the next time. Nothing
-    follows the end of a backward: an update comes next, which would make what was read ahead old.
+    follows the end of a backward before a forward: an update comes next, which would make what was
+    read ahead old.
     """
 
     def __init__(self) -> None:
@@ -49,6 +51,14 @@ class RecordedOrder:
         self._places: dict[Use, collections.deque[int]] = {}
         self._at: int | None = None
         """Where the log is like now."""
+        self._begins: list[bool] = []
+        """Whether a pass begins, for each use of the log."""
+        self._is_at_end = True
+        """Whether the next use begins a pass."""
+
+    def end_pass(self) -> None:
+        """Take the next use for the first one of another forward, or backward of its own."""
+        self._is_at_end = True
 
     def visit(self, phase: Phase, unit: int) -> None:
         """Record a use.
@@ -56,13 +66,14 @@ class RecordedOrder:
         A unit that is recomputed in its backward is used once.
         """
         use = phase, unit
-        if not (self._log and self._log[-1] == use and phase is Phase.BACKWARD):
+        is_again = bool(self._log) and self._log[-1] == use and not self._is_at_end
+        if not (is_again and phase is Phase.BACKWARD):
             self._record(use)
 
     def next_use(self, unit: int, numel_of: Callable[[int], int], limit: int) -> NextUse | None:
-        """Return when a unit is used again; None is not within a limit of elements."""
+        """Return when a unit is used again in this pass; None is not within a limit of elements."""
         between = 0
-        for phase, following in self.following():
+        for phase, following in self.following(in_pass=True):
             if following == unit:
                 return NextUse(between, is_after_turn=phase is not self._log[-1][0])
             between += numel_of(following)
@@ -82,21 +93,30 @@ class RecordedOrder:
             self._at = next(alike, places[-1] if places else None)
         self._places.setdefault(use, collections.deque(maxlen=_CANDIDATES)).append(len(log))
         log.append(use)
+        self._begins.append(self._is_at_end)
+        self._is_at_end = False
 
     def _forget_half(self) -> None:
         gone = len(self._log) // 2
-        del self._log[:gone]
+        del self._log[:gone], self._begins[:gone]
         self._at = self._at - gone if self._at is not None and self._at >= gone else None
         self._places.clear()
         for place, use in enumerate(self._log):
             self._places.setdefault(use, collections.deque(maxlen=_CANDIDATES)).append(place)
 
-    def following(self) -> Iterator[Use]:
-        """Yield the uses that followed the latest one earlier, the nearest first."""
+    def following(self, *, in_pass: bool = False) -> Iterator[Use]:
+        """Yield the uses that followed the latest one earlier, the nearest first.
+
+        Args:
+            in_pass: end before another forward, or another backward, began: what a device holds
+                is freed there.
+        """
         if self._at is None:
             return
         for at in range(self._at, len(self._log) - 1):
             (phase, _), following = self._log[at : at + 2]
-            if phase is Phase.BACKWARD and following[0] is Phase.FORWARD:
+            is_forward = following[0] is not Phase.BACKWARD
+            is_end = in_pass and self._begins[at + 1]
+            if is_end or (phase is Phase.BACKWARD and is_forward):
                 return
             yield following

@@ -43,7 +43,7 @@ class Prefetcher:
             unit: what is used now.
             phase: the pass that uses it.
             is_loss: whether the backward has reached a loss alone: see [Note: the turn] in
-                `zero/reuse.py`.
+                `zero/reuse.py`. On all ranks alike: they exchange what comes ahead.
         """
         self._observe_live()
         self._order.visit(phase, unit.index)
@@ -57,9 +57,22 @@ class Prefetcher:
         if self.reads:
             self._read_following(spare)
 
+    def end_forward(self, *, has_backward: bool) -> None:
+        """Free what has come and was not used, and without a backward what was kept."""
+        if has_backward:
+            self.ahead.drop(self._store)
+        else:
+            self.end_pass()
+
+    def end_pass(self) -> None:
+        """Free what was kept and what has come: whatever follows is another pass."""
+        self.ahead.drop(self._store)
+        self.kept.drop_all()
+        self._order.end_pass()
+
     def _copy_next(self, unit: Unit, present: Phase, spare: int) -> None:
         """Start to copy to the device what is used next in this pass, if there is room."""
-        for phase, predicted in self._order.following():
+        for phase, predicted in self._order.following(in_pass=True):
             next_unit = self._units[predicted]
             if phase is not present or next_unit is unit or self.kept.has(next_unit):
                 return

@@ -4,17 +4,21 @@
 the gathered values, but they do not count, as those that come to a device ahead of their use. So a
 touch finds what the shards hold, and whatever writes a parameter makes what is kept old: it is then
 gathered again. Ranks need not keep the same: they tell each other when they meet, and gather unless
-all of them have the values. A unit is kept if the recorded order says that it is used again after
-at most `max_reuse_distance` elements of others, and only in room that the plan has for units in use
-and within `max_live_parameters`: where another unit needs the room, the one that is used last
-leaves. What is kept goes at the end of a backward, of a forward without gradients, and at a step.
+all of them have the values. But what comes ahead is exchanged by all at once. So a rank that cannot
+keep a unit, because somebody holds on to its values, counts it as kept all the same, where other
+ranks keep it. A unit is kept if the recorded order says that it is used again after at most
+`max_reuse_distance` elements of others, and only in room that the plan has for units in use and
+within `max_live_parameters`: where another unit needs the room, the one that is used last leaves.
+What is kept goes at the end of a backward, of a forward without gradients, and at a step.
 
 [Note: the turn] Between a forward and its backward, at the loss, the memory of a device that is not
 the host is often fullest: all activations are there, and several copies of the logits. So a unit
-whose next use is in the backward is not kept on such a device, unless that use is the very next one
-(the root unit's) or some rank would read it from a drive. Nor is a unit copied ahead over the turn,
-or while the loss, a scalar, is all that the backward has reached. The plan counts what is there:
-`turn_bytes` in `estimators/unsharded.py`.
+whose next use is in the backward is not kept on such a device, unless it is the root unit, that use
+is the very next one of a model whose root unit does not move, or this rank would read a drive for
+it. Nor is a unit copied ahead over the turn, or while the loss of the model, a scalar, is all that
+the backward has reached. A tensor of one element is no scalar: with one sample a rank may have that
+where the others have more, and ranks must do alike. The plan counts what is there, see `turn_bytes`
+in `estimators/unsharded.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from offload import Store
+from offload import Store, pages_parameters
 from zero.coming import UnitAhead
 from zero.memory import live_parameter_bytes
 from zero.order import RecordedOrder
@@ -59,6 +63,12 @@ class KeptUnits:
         self._limits = limits
         self._unsharded, self._ahead = present
         self._kept: dict[int, Unit] = {}
+        self._reads = {
+            unit.index
+            for unit in units
+            if any(pages_parameters(store, segment.index) for segment in unit.segments)
+        }
+        """Units whose parameters this rank reads from a drive."""
 
     @property
     def units(self) -> Collection[Unit]:
@@ -81,7 +91,7 @@ class KeptUnits:
         held_bytes = unit.live_bytes
         keeps = may_keep and unit.moves and self._is_near(unit, is_recomputed=is_recomputed)
         unit.reshard(keeps_for=self._store if keeps else None)
-        if unit.is_kept:
+        if unit.is_kept or (keeps and _is_on_several_ranks(unit)):
             self._kept[unit.index] = unit
             self.make_room(None)
             self._store.ledger.observe(KEPT, sum(each.live_bytes for each in self.units))
@@ -101,9 +111,14 @@ class KeptUnits:
             self._drop(max(self._kept, key=self._distance_of))
 
     def has_room_ahead(self, unit: Unit) -> bool:
-        """Let kept units, which are used later, leave for the next one; tell whether that fits."""
-        self.make_room(unit)
-        return self._fits(unit.full_bytes - unit.live_bytes, unit.numel)
+        """Let units go that are used later than one that could come ahead; tell whether it fits."""
+        needed_bytes = unit.full_bytes - unit.live_bytes
+        while needed_bytes and not self._fits(needed_bytes, unit.numel):
+            last = max(self._kept, key=self._distance_of, default=None)
+            if last is None or self._distance_of(last) <= self._distance_of(unit.index):
+                return False
+            self._drop(last)
+        return True
 
     def drop_all(self) -> None:
         """Free everything that is kept."""
@@ -117,8 +132,10 @@ class KeptUnits:
         next_use = self._order.next_use(unit.index, self._numel_of, limit)
         if next_use is None:
             return False
-        waits = next_use.is_after_turn and next_use.between > 0
-        return not waits or self._store.device.is_host or unit.is_paged  # see [Note: the turn]
+        if self._store.device.is_host or not next_use.is_after_turn:
+            return True
+        is_first = next_use.between == 0 and not self._units[0].moves
+        return is_first or unit.index == 0 or unit.index in self._reads  # see [Note: the turn]
 
     def _distance_of(self, at: int) -> int:
         """Return the elements of others before the next use, more than the limit if not near."""
@@ -127,11 +144,11 @@ class KeptUnits:
         return limit + 1 if next_use is None else next_use.between
 
     def _fits(self, size_bytes: int, numel: int) -> bool:
-        present = [*self._unsharded.values(), *self._ahead.sharded, *self.units]
-        distinct = {unit.index: unit for unit in present}.values()
-        live_numel = numel + sum(each.numel for each in distinct)
-        planned_bytes = self._store.plan.live_parameter_bytes
-        fits = live_parameter_bytes(distinct) + size_bytes <= planned_bytes
+        others = [*self._unsharded.values(), *self._ahead.sharded]
+        distinct = {unit.index: unit for unit in others if unit.index not in self._kept}.values()
+        live_numel = numel + sum(each.numel for each in (*distinct, *self.units))
+        size_bytes += live_parameter_bytes(distinct) + sum(each.full_bytes for each in self.units)
+        fits = size_bytes <= self._store.plan.live_parameter_bytes
         return fits and live_numel <= self._limits.live_numel
 
     def _numel_of(self, at: int) -> int:
@@ -144,3 +161,7 @@ class KeptUnits:
         unit.drop_prefetched(self._store)
         if self._store.device.is_host:
             self._store.heap.freed(held_bytes)
+
+
+def _is_on_several_ranks(unit: Unit) -> bool:
+    return any(segment.communicator.world_size > 1 for segment in unit.segments)

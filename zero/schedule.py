@@ -61,6 +61,10 @@ class UnitScheduler:
         self._forward_thread: int | None = None
         self._forwards = 0
         """Forwards of units that run, one inside another."""
+        self._phase = Phase.FORWARD
+        """Of the forward that runs or ran."""
+        self._is_in_model = False
+        """Whether a forward of the model has begun, and no backward has ended since."""
         self._unsharded: dict[int, Unit] = {}
         """Units that move and are unsharded, by index: few of them, whatever the model's depth."""
         self._next = Prefetcher(self.units, store, limits, self._unsharded)
@@ -126,14 +130,15 @@ class UnitScheduler:
         """Free what has come to a device ahead of its use."""
         self._next.ahead.drop(self._store)
 
-    @property
-    def _in_forward(self) -> bool:
-        return self._forwards > 0
+    def begin_forward(self, *, of_model: bool) -> None:
+        """Drop what a failed backward has left, unless a forward or a backward runs.
 
-    def recover_if_idle(self) -> None:
-        """Drop what a failed backward has left, if no forward and no backward runs."""
-        if not self._in_forward and torch._C._current_graph_task_id() == -1:
+        The root unit has no hooks where it does not move: its blocks need to know of the model.
+        """
+        if not self._forwards and torch._C._current_graph_task_id() == -1:
             self.recover()
+            self._phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.INFERENCE
+            self._is_in_model = of_model
 
     def recover(self, *, announce: bool = True) -> None:
         """Drop what an interrupted forward or a failed backward has left; called outside both.
@@ -151,7 +156,8 @@ class UnitScheduler:
         self._guard.pop_all()
         self.drop_ahead()
         self._forward_thread = None
-        if failed or self._in_forward:
+        self._is_in_model = False
+        if failed or self._forwards:
             self._store.reclaim()
         for unit in self.units:
             if unit.backward_tokens or unit.forward_depth:
@@ -159,7 +165,7 @@ class UnitScheduler:
                 unit.forward_depth = 0
                 self._tokens[unit.index].clear()
                 self._release(unit)
-        self._next.kept.drop_all()
+        self._next.end_pass()
         self._forwards = 0
         if failed and announce:
             warnings.warn(
@@ -175,8 +181,9 @@ class UnitScheduler:
     ) -> None:
         if self._is_retired:
             return
-        if not self._in_forward:
-            self.recover_if_idle()
+        if not self._forwards:
+            if not self._is_in_model or self._tasks_with_callback:
+                self.begin_forward(of_model=False)
             self._forward_thread = threading.get_ident()
         elif self._forward_thread != threading.get_ident():
             raise RuntimeError(
@@ -189,7 +196,7 @@ class UnitScheduler:
         self._tokens[unit.index].append(token)
         self._guard.push()
         in_backward = torch._C._current_graph_task_id() != -1  # recomputed, for checkpointing
-        self._acquire(unit, Phase.BACKWARD if in_backward else Phase.FORWARD)
+        self._acquire(unit, Phase.BACKWARD if in_backward else self._phase)
         if torch.is_grad_enabled():
             for tensor in tensors_in((args, kwargs)):
                 token.has_gradient_inputs |= tensor.requires_grad
@@ -214,18 +221,21 @@ class UnitScheduler:
         for tensor in tensors_in(output):
             node = tensor.grad_fn
             if node is not None:
-                node.register_prehook(ModuleHook(self._needed, unit, token, tensor.numel()))
-        self._release(unit, is_recomputed=torch._C._current_graph_task_id() != -1)
-        if not self._in_forward and not torch.is_grad_enabled():
-            self._next.kept.drop_all()
+                node.register_prehook(ModuleHook(self._needed, unit, token, tensor.dim()))
+        in_backward = torch._C._current_graph_task_id() != -1
+        self._release(unit, is_recomputed=in_backward)
+        is_outermost = not (self._forwards or in_backward)
+        if is_outermost and (unit.index == 0 or not self._is_in_model):
+            self._next.end_forward(has_backward=torch.is_grad_enabled())
         return output
 
-    def _needed(self, unit: Unit, token: object, output_numel: int, _gradients: Any) -> None:
+    def _needed(self, unit: Unit, token: object, output_dim: int, _gradients: Any) -> None:
         """Unshard for the backward of one forward instance, which begins at one of its outputs."""
         self._queue_end_of_task()
         task = torch._C._current_graph_task_id()
         unit.backward_tokens[token] = _UNTIL_NEXT_FORWARD if torch.is_grad_enabled() else task
-        self._acquire(unit, Phase.BACKWARD, is_loss=output_numel == 1)
+        is_loss = unit.index == 0 and output_dim == 0
+        self._acquire(unit, Phase.BACKWARD, is_loss=is_loss)
         self._turns.begin_backward(unit, token)
 
     def _done(self, unit: Unit, token: object, _gradients: Any) -> None:
@@ -302,7 +312,8 @@ class UnitScheduler:
                 self._release(unit)
         if self._tasks_with_callback:
             return  # a nested backward; the outer one reduces
-        self._next.kept.drop_all()
+        self._next.end_pass()
+        self._is_in_model = False
         if self._reducer is not None:
             self._reducer.flush()
         if self.on_backward_end is not None:

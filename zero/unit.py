@@ -396,11 +396,6 @@ class Unit:
         )
 
     @property
-    def is_paged(self) -> bool:
-        """Whether some rank reads some of the parameters from NVMe."""
-        return any(segment.coming.is_paged for segment in self.segments)
-
-    @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's shard of the parameters."""
         return sum(

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from estimators import (
+    AheadLimit,
     DriveRates,
     ElementType,
     PlanError,
@@ -26,7 +27,7 @@ from estimators.inputs import DeviceKind, Node, PlanInputs, placement_request
 from estimators.models import ModelShape, model_of_config, preset
 from estimators.moments import GRADIENTS
 from estimators.step_time import operations
-from estimators.summary import GRADIENT_SCRATCH
+from estimators.summary import GRADIENT_SCRATCH, LIVE_PARAMETERS
 from tests.support.transformers_models import VARIATIONS
 
 TIERS = [
@@ -239,6 +240,20 @@ def test_gradients_are_there_at_the_loss_unless_autograd_is_yet_to_make_them(
     assert gradients > 0
     at_the_loss = found.passing["loss"].get(GRADIENTS, 0)
     assert always + at_the_loss == others + (gradients if changes else 0)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_blocks_that_are_kept_count_until_their_backward(*, is_written: bool) -> None:
+    """Three are there at the loss and when the backward of the last one begins, none by default."""
+    inputs = make("mistral", TIERS[1], reuse_limit=AheadLimit(10**12, is_written=is_written))
+    inputs = replace(inputs, model=with_layers(inputs.model, 5))
+    found = estimate(replace(inputs, node=replace(inputs.node, device=DeviceKind.CUDA)))
+    live = {moment: parts.get(LIVE_PARAMETERS) for moment, parts in found.passing.items()}
+    root, two, three = (found.memory.live_bytes(each, with_ahead=False) for each in (0, 2, 3))
+    assert 0 < root < two < three
+    assert live["loss"] == (three if is_written else root)
+    assert live["backward"] == (three if is_written else two)
+    assert live["backward between blocks"] == three
 
 
 def test_what_does_not_fit_is_said_with_numbers() -> None:

@@ -43,6 +43,30 @@ def test_the_next_use_tells_what_comes_before_and_of_which_pass_it_is() -> None:
     assert order.next_use(1, sizes.__getitem__, 100) == NextUse(1, is_after_turn=False)
 
 
+def test_nothing_follows_the_end_of_a_pass() -> None:
+    """Two forwards, of which one has its backward after it, and then another backward."""
+    passes = (
+        [(FORWARD, 0), (FORWARD, 1)],
+        [(FORWARD, 2), (FORWARD, 1), (BACKWARD, 1), (BACKWARD, 2)],
+        [(BACKWARD, 1), (BACKWARD, 0)],
+    )
+    order = RecordedOrder()
+    found: list[list[Use]] = []
+    for is_known in (False, True):
+        for uses in passes:
+            order.end_pass()
+            found.clear()
+            for use in uses:
+                order.visit(*use)
+                found.append([*order.following(in_pass=True)])
+            if is_known:
+                assert found == [uses[at:] for at in range(1, len(uses) + 1)]
+    order.end_pass()
+    order.visit(FORWARD, 0)
+    assert visited(order, (FORWARD, 1)) == passes[1] + passes[2]  # to read a drive ahead
+    assert order.next_use(1, lambda _: 0, 1) is None
+
+
 def test_a_changed_order_is_learnt_and_a_cycle_ends() -> None:
     order = RecordedOrder()
     for use in PASS:
