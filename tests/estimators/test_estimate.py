@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from estimators import (
-    AheadLimit,
     DriveRates,
     ElementType,
     PlanError,
@@ -242,17 +241,18 @@ def test_gradients_are_there_at_the_loss_unless_autograd_is_yet_to_make_them(
     assert always + at_the_loss == others + (gradients if changes else 0)
 
 
-@pytest.mark.parametrize("is_written", [False, True])
-def test_blocks_that_are_kept_count_until_their_backward(*, is_written: bool) -> None:
-    """Three are there at the loss and when the backward of the last one begins, none by default."""
-    inputs = make("mistral", TIERS[1], reuse_limit=AheadLimit(10**12, is_written=is_written))
+@pytest.mark.parametrize("pages", [False, True])
+def test_blocks_that_are_kept_count_until_their_backward(*, pages: bool) -> None:
+    """Three are there at the loss and when the last one's backward begins, if a drive has them."""
+    tiers = (Tier.NVME, Tier.NVME) if pages else (Tier.HOST, Tier.HOST)
+    inputs = make("mistral", tiers, max_host_parameter_numel=0 if pages else None)
     inputs = replace(inputs, model=with_layers(inputs.model, 5))
     found = estimate(replace(inputs, node=replace(inputs.node, device=DeviceKind.CUDA)))
     live = {moment: parts.get(LIVE_PARAMETERS) for moment, parts in found.passing.items()}
     root, two, three = (found.memory.live_bytes(each, with_ahead=False) for each in (0, 2, 3))
     assert 0 < root < two < three
-    assert live["loss"] == (three if is_written else root)
-    assert live["backward"] == (three if is_written else two)
+    assert live["loss"] == (three if pages else root)
+    assert live["backward"] == (three if pages else two)
     assert live["backward between blocks"] == three
 
 
