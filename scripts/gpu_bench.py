@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import errno
 import importlib
 import importlib.util
 import io
@@ -346,8 +347,8 @@ def check_row(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
             parser.error(f"--tiers takes KEY=VALUE, got {change!r}")
     if not options.nvme.is_dir() and not runs_beside(options):
         parser.error(f"--nvme: there is no folder {options.nvme}; make it first")
-    if options.peer is not None and not options.peer.is_file():
-        parser.error(f"--peer: there is no file {options.peer}")
+    if options.peer is not None:
+        check_peer(parser, options.peer)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -355,6 +356,18 @@ def check_row(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
     needs = options.model == "transformers"
     if needs and importlib.util.find_spec("transformers") is None:
         parser.error("--model transformers needs the package transformers, which is not installed")
+
+
+def check_peer(parser: argparse.ArgumentParser, path: Path) -> None:
+    """End with a message if a file does not say what a peer took."""
+    if not path.is_file():
+        parser.error(f"--peer: there is no file {path}")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        parser.error(f"--peer: {path} is not JSON: {error}")
+    if not isinstance(found, dict):
+        parser.error(f"--peer: {path} holds {type(found).__name__}, not an object as of a peer's")
 
 
 def runs_beside(options: argparse.Namespace) -> bool:
@@ -392,6 +405,10 @@ def run_alone(options: argparse.Namespace) -> None:
         RowRun(options, row, sizes, ranks).run()
     except (ConfigError, PlanError) as error:
         raise SystemExit(f"gpu_bench: row {options.row} cannot run here: {error}") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise SystemExit(f"gpu_bench: row {options.row} has no room: {error.strerror}") from None
     say(f"results are in {options.out}")
     if ranks > 1:
         dist.destroy_process_group()

@@ -21,6 +21,7 @@ from gpu_rows import GB, ROWS, Sizes, planned_device_bytes, within_peer  # noqa:
 from gpu_table import merge  # noqa: E402
 
 from estimators import AheadLimit  # noqa: E402
+from tests.aio_ops.disks import mounted  # noqa: E402
 
 OURS = Sizes(2048, 24, 32000, 1024, 4, fuses_norms=True)
 PEERS = replace(OURS, fuses_norms=False)
@@ -202,6 +203,10 @@ def test_a_result_that_was_cut_short_is_named(scratch: Path) -> None:
         (["--layers", "0"], "--layers must be at least 1, got 0"),
         (["--nvme", "/none/such"], "--nvme: there is no folder /none/such; make it first"),
         (["--peer", "/none.json"], "--peer: there is no file /none.json"),
+        (["--peer", str(SCRIPTS / "README.md")], "README.md is not JSON"),
+        (["--drive-mebibytes", "-5"], "'-5' is not a count"),
+        (["--merge", "/tmp"], "--merge makes the table of a folder, --row measures"),
+        (["--out", "/dev/null/out"], "--out: /dev/null/out cannot be made"),
         (["--tiers", "update_device"], "--tiers takes KEY=VALUE, got 'update_device'"),
         (["--host-memory", "4XB"], "4XB"),
         (
@@ -216,7 +221,7 @@ def test_a_row_that_cannot_run_ends_in_a_line(
     command = [sys.executable, str(SCRIPTS / "gpu_bench.py"), "--row", "host-exact"]
     small = [] if "--layers" in arguments else ["--layers", "1"]
     done = subprocess.run(
-        [*command, *small, *arguments, "--out", str(scratch / "out")],
+        [*command, *small, "--out", str(scratch / "out"), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -224,6 +229,31 @@ def test_a_row_that_cannot_run_ends_in_a_line(
     )
     assert done.returncode
     assert said in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--drive-mebibytes", "64"], "cannot reserve 67108864 bytes for a swap file"),
+        (["--drive-mebibytes", "0", "--hidden", "256"], "free; free some space"),
+    ],
+)
+def test_a_row_without_room_ends_in_a_line(arguments: list[str], said: str, scratch: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "gpu_bench.py"), "--row", "nvme-4gb-exact"]
+    small = ["--layers", "2", "--hidden", "128", "--vocabulary", "5000", "--host-memory", "3MB"]
+    with mounted(scratch / "small", "tmpfs", "size=4m") as disk:
+        folders = ["--out", str(scratch / "out"), "--nvme", str(disk)]
+        done = subprocess.run(
+            [*command, *small, *folders, *arguments],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode
+    assert done.stderr.splitlines()[-1].startswith("gpu_bench: row nvme-4gb-exact has no room: ")
+    assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 
