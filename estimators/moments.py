@@ -82,11 +82,11 @@ def _device_moments(memory: MemoryPlan, found: Activations, *, keeps_gradients: 
         {LIVE_PARAMETERS: memory.live_bytes(others, with_ahead=True)} for others in range(3)
     )
     between = {**two, KEPT: left - found.block_bytes, **work}
-    turn = {LIVE_PARAMETERS: memory.turn_bytes}
+    at_loss = {LIVE_PARAMETERS: memory.live_bytes_at_loss}
     for early in (ahead, one):
-        early[LIVE_PARAMETERS] = max(early[LIVE_PARAMETERS], memory.turn_bytes)
+        early[LIVE_PARAMETERS] = max(early[LIVE_PARAMETERS], memory.live_bytes_at_loss)
     moments = {
-        "loss": {**turn, KEPT: found.kept_bytes, LOSS: found.loss_bytes},
+        "loss": {**at_loss, KEPT: found.kept_bytes, LOSS: found.loss_bytes},
         "head": {**ahead, KEPT: left, WORKING: found.head_bytes},
     }
     if memory.device_buffer_bytes:

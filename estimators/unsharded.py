@@ -7,8 +7,8 @@ backward the last one is still there when the next one comes) and the one ahead,
 units within blocks. Otherwise nothing would come ahead in a large model, whose blocks and root are
 larger than any fixed default. The plan counts what comes ahead by the same limits.
 
-At the turn from a forward to its backward nothing is on its way, and what `zero/reuse.py` keeps
-there is bounded by the same room, see [Note: the turn] there.
+At the loss, between a forward and its backward, nothing is on its way, and what `zero/reuse.py`
+keeps is bounded by the same room, see [Note: at the loss] there.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class UnshardedBytes(abc.ABC):
         return root + held + ahead
 
     @property
-    def turn_bytes(self) -> int:
+    def live_bytes_at_loss(self) -> int:
         """Bytes of parameters on a device between a forward and its backward, at most.
 
         They are the root unit's, and those of the last blocks that are kept for the backward, as
         far as there is room: blocks of which some rests on NVMe, and one where no root unit comes
-        between its two uses. See [Note: the turn] in `zero/reuse.py`.
+        between its two uses. See [Note: at the loss] in `zero/reuse.py`.
         """
         request = self.request
         room = self.live_bytes(2, with_ahead=True)

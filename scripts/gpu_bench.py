@@ -368,6 +368,13 @@ def check_peer(parser: argparse.ArgumentParser, path: Path) -> None:
         parser.error(f"--peer: {path} is not JSON: {error}")
     if not isinstance(found, dict):
         parser.error(f"--peer: {path} holds {type(found).__name__}, not an object as of a peer's")
+    for name in ("gpu_peak_gb", "rss_peak_gb", "baseline_bytes"):
+        if not isinstance(found.get(name, 0), int | float):
+            parser.error(f"--peer: {name} in {path} must be a number, got {found[name]!r}")
+    if "baseline_bytes" in found and "rss_peak_gb" not in found:
+        parser.error(
+            f"--peer: {path} has baseline_bytes, but not the rss_peak_gb that it is part of"
+        )
 
 
 def runs_beside(options: argparse.Namespace) -> bool:

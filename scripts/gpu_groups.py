@@ -88,7 +88,7 @@ GROUPS: dict[str, Group] = {
         (Ours("nvme-4gb-compact", "nvme-lossy", "nvme-4gb-compact-lossy-peer"),),
     ),
     "param": Group(
-        300,
+        320,
         (Peer("param", "nvme_param", 4, {"CKPT": "1", "PBUFS": "60", "PBUF": "7e7"}),),
         (Ours("all-nvme-4gb-exact", "param"), Ours("all-nvme-4gb-compact", "param")),
     ),

@@ -54,7 +54,7 @@ ROWS = {
     "nvme-4gb-exact": replace(_NVME, steps=6),
     "nvme-4gb-compact": replace(_NVME, state_format="compact", warm_up=2),
     "all-nvme-4gb-exact": replace(_ALL, steps=3),
-    "all-nvme-4gb-compact": replace(_ALL, state_format="compact", steps=3),
+    "all-nvme-4gb-compact": replace(_ALL, state_format="compact"),
     "all-host-exact": Row("cpu", "cpu", fills_device=True, warm_up=8),
     "device-exact": Row("none", peer_case="none"),
 }

@@ -16,7 +16,7 @@ import offload
 import zero
 from offload import AdamWScalars, load_kernels
 
-NUMEL = 100_003
+NUMEL = 1_000_003
 
 
 def check_native() -> str:
@@ -45,7 +45,7 @@ def check_kernels() -> str:
         results.append(np.concatenate([param, first, second]).view(np.uint32))
     if not np.array_equal(results[0], results[1]):
         raise RuntimeError("native and numpy kernels differ in bits")
-    return f"{3 * NUMEL:,} values, equal bits"
+    return f"AdamW of {NUMEL:,} elements, equal bits"
 
 
 def check_step() -> str:

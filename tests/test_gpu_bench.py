@@ -194,6 +194,20 @@ def test_a_result_that_was_cut_short_is_named(scratch: Path) -> None:
         merge(scratch)
 
 
+def last_line(row: str, *arguments: str) -> str:
+    """Run a row that cannot run, and return what it says last."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "gpu_bench.py"), "--row", row, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -218,18 +232,8 @@ def test_a_result_that_was_cut_short_is_named(scratch: Path) -> None:
 def test_a_row_that_cannot_run_ends_in_a_line(
     arguments: list[str], said: str, scratch: Path
 ) -> None:
-    command = [sys.executable, str(SCRIPTS / "gpu_bench.py"), "--row", "host-exact"]
     small = [] if "--layers" in arguments else ["--layers", "1"]
-    done = subprocess.run(
-        [*command, *small, "--out", str(scratch / "out"), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode
-    assert said in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    assert said in last_line("host-exact", *small, "--out", str(scratch / "out"), *arguments)
 
 
 @pytest.mark.parametrize(
@@ -240,21 +244,28 @@ def test_a_row_that_cannot_run_ends_in_a_line(
     ],
 )
 def test_a_row_without_room_ends_in_a_line(arguments: list[str], said: str, scratch: Path) -> None:
-    command = [sys.executable, str(SCRIPTS / "gpu_bench.py"), "--row", "nvme-4gb-exact"]
     small = ["--layers", "2", "--hidden", "128", "--vocabulary", "5000", "--host-memory", "3MB"]
     with mounted(scratch / "small", "tmpfs", "size=4m") as disk:
         folders = ["--out", str(scratch / "out"), "--nvme", str(disk)]
-        done = subprocess.run(
-            [*command, *small, *folders, *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode
-    assert done.stderr.splitlines()[-1].startswith("gpu_bench: row nvme-4gb-exact has no room: ")
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+        line = last_line("nvme-4gb-exact", *small, *folders, *arguments)
+    assert line.startswith("gpu_bench: row nvme-4gb-exact has no room: ")
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("peer", "said"),
+    [
+        ("[1]", "holds list, not an object"),
+        ('{"gpu_peak_gb": "much"}', "gpu_peak_gb in "),
+        ('{"baseline_bytes": 1}', "has baseline_bytes, but not the rss_peak_gb"),
+    ],
+)
+def test_a_peer_that_says_nothing_useful_ends_in_a_line(
+    peer: str, said: str, scratch: Path
+) -> None:
+    path = scratch / "peer.json"
+    path.write_text(peer, encoding="utf-8")
+    assert said in last_line("host-exact", "--out", str(scratch / "out"), "--peer", str(path))
 
 
 def test_gpu_peers_says_what_it_needs(scratch: Path) -> None:

@@ -32,8 +32,8 @@ class NextUse:
 
     between: int
     """Elements of other units that are used before."""
-    is_after_turn: bool
-    """Whether that is in the backward, and now is the forward."""
+    is_after_loss: bool
+    """Whether that is in the backward, and the present use in the forward."""
 
 
 class RecordedOrder:
@@ -75,7 +75,7 @@ class RecordedOrder:
         between = 0
         for phase, following in self.following(in_pass=True):
             if following == unit:
-                return NextUse(between, is_after_turn=phase is not self._log[-1][0])
+                return NextUse(between, is_after_loss=phase is not self._log[-1][0])
             between += numel_of(following)
             if between > limit:
                 return None

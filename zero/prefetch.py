@@ -33,7 +33,7 @@ class Prefetcher:
         self._order = RecordedOrder()
         self.ahead = UnitAhead()
         self.kept = KeptUnits(units, store, self._order, limits, (unsharded, self.ahead))
-        self.reads = False
+        self.reads = bool(self.kept.paged)
         """Whether parameters rest on NVMe, so that they are read ahead."""
 
     def note_use(self, unit: Unit, phase: Phase, *, is_loss: bool) -> None:
@@ -42,7 +42,7 @@ class Prefetcher:
         Args:
             unit: what is used now.
             phase: the pass that uses it.
-            is_loss: whether the backward has reached a loss alone: see [Note: the turn] in
+            is_loss: whether the backward has reached a loss alone: see [Note: at the loss] in
                 `zero/reuse.py`. On all ranks alike: they exchange what comes ahead.
         """
         self._observe_live()

@@ -11,14 +11,14 @@ ranks keep it. A unit is kept if the recorded order says that it is used again a
 within `max_live_parameters`: where another unit needs the room, the one that is used last leaves.
 What is kept goes at the end of a backward, of a forward without gradients, and at a step.
 
-[Note: the turn] Between a forward and its backward, at the loss, the memory of a device that is not
-the host is often fullest: all activations are there, and several copies of the logits. So a unit
-whose next use is in the backward is not kept on such a device, unless it is the root unit, that use
-is the very next one of a model whose root unit does not move, or this rank would read a drive for
-it. Nor is a unit copied ahead over the turn, or while the loss of the model, a scalar, is all that
-the backward has reached. A tensor of one element is no scalar: with one sample a rank may have that
-where the others have more, and ranks must do alike. The plan counts what is there, see `turn_bytes`
-in `estimators/unsharded.py`.
+[Note: at the loss] Between a forward and its backward the memory of a device that is not the host
+is often fullest: all activations are there, and several copies of the logits. So a unit whose next
+use is in the backward is not kept on such a device, unless it is the root unit, that use is the
+very next one of a model whose root unit does not move, or this rank would read a drive for it. Nor
+is a unit copied ahead from a forward for the backward, or while the loss of the model, a scalar, is
+all that the backward has reached. A tensor of one element is no scalar: with one sample a rank may
+have that where the others have more, and ranks must do alike. The plan counts what is there, see
+`live_bytes_at_loss` in `estimators/unsharded.py`.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class KeptUnits:
         self._limits = limits
         self._unsharded, self._ahead = present
         self._kept: dict[int, Unit] = {}
-        self._reads = {
+        self.paged = frozenset(
             unit.index
             for unit in units
             if any(pages_parameters(store, segment.index) for segment in unit.segments)
-        }
-        """Units whose parameters this rank reads from a drive."""
+        )
+        """Units of which this rank reads parameters from a drive."""
 
     @property
     def units(self) -> Collection[Unit]:
@@ -89,7 +89,11 @@ class KeptUnits:
         A unit that is recomputed inside a backward is used again at once.
         """
         held_bytes = unit.live_bytes
-        keeps = may_keep and unit.moves and self._is_near(unit, is_recomputed=is_recomputed)
+        keeps = (
+            may_keep
+            and unit.moves
+            and (bool(self._limits.reuse_numel) if is_recomputed else self._is_near(unit))
+        )
         unit.reshard(keeps_for=self._store if keeps else None)
         if unit.is_kept or (keeps and _is_on_several_ranks(unit)):
             self._kept[unit.index] = unit
@@ -111,31 +115,25 @@ class KeptUnits:
             self._drop(max(self._kept, key=self._distance_of))
 
     def has_room_ahead(self, unit: Unit) -> bool:
-        """Let units go that are used later than one that could come ahead; tell whether it fits."""
+        """Let kept units, all used later, go for the one used next; tell whether that fits."""
+        self.make_room(unit)
         needed_bytes = unit.full_bytes - unit.live_bytes
-        while needed_bytes and not self._fits(needed_bytes, unit.numel):
-            last = max(self._kept, key=self._distance_of, default=None)
-            if last is None or self._distance_of(last) <= self._distance_of(unit.index):
-                return False
-            self._drop(last)
-        return True
+        return not needed_bytes or self._fits(needed_bytes, unit.numel)
 
     def drop_all(self) -> None:
         """Free everything that is kept."""
         for at in tuple(self._kept):
             self._drop(at)
 
-    def _is_near(self, unit: Unit, *, is_recomputed: bool) -> bool:
+    def _is_near(self, unit: Unit) -> bool:
         limit = self._limits.reuse_numel
-        if not limit or is_recomputed:
-            return is_recomputed and bool(limit)
-        next_use = self._order.next_use(unit.index, self._numel_of, limit)
+        next_use = self._order.next_use(unit.index, self._numel_of, limit) if limit else None
         if next_use is None:
             return False
-        if self._store.device.is_host or not next_use.is_after_turn:
+        if self._store.device.is_host or not next_use.is_after_loss:
             return True
         is_first = next_use.between == 0 and not self._units[0].moves
-        return is_first or unit.index == 0 or unit.index in self._reads  # see [Note: the turn]
+        return is_first or unit.index == 0 or unit.index in self.paged  # see [Note: at the loss]
 
     def _distance_of(self, at: int) -> int:
         """Return the elements of others before the next use, more than the limit if not near."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload import Store, pages_parameters
+from offload import Store
 from zero.arrivals import Arrivals, Instance
 from zero.comm import Communicator
 from zero.experts import ExpertTurns
@@ -80,8 +80,6 @@ class UnitScheduler:
 
     def install(self) -> None:
         """Register the hooks; units that never move get none."""
-        segments = range(len(self._store.plan.request.segments))
-        self._next.reads = any(pages_parameters(self._store, index) for index in segments)
         self._handles.extend(self._turns.install())
         for unit in self.units:
             if unit.moves or self._turns.surround(unit):

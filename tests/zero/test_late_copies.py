@@ -404,7 +404,7 @@ def test_the_next_unit_is_copied_while_one_computes(
     blocks = [unit for unit in engine._runtime.units if unit.index]
     ahead = [name for event, name in engine.ledger.events if event == "prefetch"]
     # The first micro-batch records the order; from then on every block comes ahead, both ways, but
-    # the last in its backward, because the model gives its loss alone (`zero/reuse.py`, the turn).
+    # the last in its backward, because the model gives its loss alone: [Note: at the loss].
     assert len(ahead) == (2 * len(blocks) - 1) * (3 * accumulation - 1)
     assert not any(segment.coming.is_coming for segment in _segments(engine))
     assert all(not unit.live_bytes for unit in engine._runtime.units)

@@ -37,10 +37,10 @@ def test_the_next_use_tells_what_comes_before_and_of_which_pass_it_is() -> None:
     sizes = (100, 10, 1)
     for unit, between in enumerate((0, 101, 100)):
         use = order.next_use(unit, sizes.__getitem__, 101)
-        assert use == NextUse(between, is_after_turn=True)
+        assert use == NextUse(between, is_after_loss=True)
     assert order.next_use(1, sizes.__getitem__, 100) is None
     order.visit(BACKWARD, 0)
-    assert order.next_use(1, sizes.__getitem__, 100) == NextUse(1, is_after_turn=False)
+    assert order.next_use(1, sizes.__getitem__, 100) == NextUse(1, is_after_loss=False)
 
 
 def test_nothing_follows_the_end_of_a_pass() -> None:

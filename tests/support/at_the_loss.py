@@ -50,7 +50,10 @@ class Watched(nn.Module):
         self.look = lambda: None
 
     def loss(self, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten())
+        return self.looked_at(nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten()))
+
+    def looked_at(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a loss at which the model is looked at, in the forward and in the backward."""
         found: torch.Tensor = AtTheLoss.apply(loss, self)  # type: ignore[no-untyped-call]
         return found
 
@@ -157,7 +160,7 @@ def trained(
         "left": left,
         "copied": moved.copied_bytes["in"],
         "full": {unit.name: unit.full_bytes for unit in units},
-        "turn": plan.turn_bytes,
+        "planned": plan.live_bytes_at_loss,
         "live": (engine.ledger.peaks["parameters unsharded (peak)"], plan.live_parameter_bytes),
         **{what: count(events, what) for what in ("prefetch", "kept", "gather")},
     }  # fmt: skip

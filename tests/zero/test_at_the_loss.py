@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.at_the_loss import BLOCKS, Net, Returns, trained
 from tests.support.fork_ranks import on_ranks
-from tests.support.turns import BLOCKS, Net, Returns, trained
 
 pytestmark = pytest.mark.nvme
 
@@ -26,7 +26,7 @@ def test_at_the_loss_the_root_unit_alone_is_there(
     root, *blocks = (found["full"][name] for name in ("<root>", *BLOCKS))
     assert min(root, *blocks) > 0
     assert found["at the loss"] == 2 * [[root, ["<root>"]]]
-    assert found["turn"] == root
+    assert found["planned"] == root
     assert found["copied"] == root + 2 * sum(blocks)
     late = {BLOCKS[-1]: 1} if returns is Returns.LOSS else {}  # nothing tells when the loss is over
     assert found["kept"] == {"<root>": 1} and found["gather"] == {"<root>": 1} | late
@@ -44,7 +44,7 @@ def test_ranks_agree_on_what_is_there(scratch: Path, monkeypatch: pytest.MonkeyP
     for default, never in on_ranks(work, 2, scratch):
         root = default["full"]["<root>"]
         assert default["at the loss"] == never["at the loss"] == 2 * [[root, ["<root>"]]]
-        assert default["turn"] == never["turn"] == root
+        assert default["planned"] == never["planned"] == root
         assert default["prefetch"] == dict.fromkeys(BLOCKS, 2)
         assert default["kept"] == {"<root>": 1} and not never["kept"]
         assert default["bits"] == never["bits"]
@@ -61,8 +61,8 @@ def test_what_a_drive_holds_is_kept_over_the_loss(
     there = sum(sizes[name] for name in ("<root>", *kept))
     assert found["kept"] == dict.fromkeys(("<root>", *kept), 1)
     assert found["at the loss"] == 2 * [[there, ["<root>", *kept]]]
-    assert found["turn"] == there == found["live"][1]
+    assert found["planned"] == there == found["live"][1]
     assert never["at the loss"] == 2 * [[sizes["<root>"], ["<root>"]]]
-    assert never["turn"] == sizes["<root>"]
+    assert never["planned"] == sizes["<root>"]
     assert never["copied"] - found["copied"] == there
     assert found["bits"] == never["bits"]

@@ -12,13 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from tests.support.fork_ranks import on_ranks
-from tests.support.turns import (
+from tests.support.at_the_loss import (
     BLOCKS,
     LAYERS,
     WIDTH,
     WORDS,
-    AtTheLoss,
     Block,
     Net,
     Pass,
@@ -27,6 +25,7 @@ from tests.support.turns import (
     one_pass,
     trained,
 )
+from tests.support.fork_ranks import on_ranks
 
 pytestmark = pytest.mark.nvme
 ROOT_ALONE = ["<root>"]
@@ -81,7 +80,7 @@ class Numbers(Watched):
         y = self.inp(words[:, 0])[:, 0]
         for block in self.h:
             y = block(y)
-        return AtTheLoss.apply(y.square().mean(), self)  # type: ignore[no-untyped-call]
+        return self.looked_at(y.square().mean())
 
 
 class Looped(Net):
@@ -180,8 +179,8 @@ def test_what_is_foreseen_ends_with_a_pass(
 ) -> None:
     """Neither another forward nor another backward is prepared while one is at its loss."""
     found = trained(scratch, monkeypatch, both, passes=passes)
-    assert found["full"]["<root>"] == found["turn"] > 0
-    assert found["at the loss"] == looks * [[found["turn"], ROOT_ALONE]]
+    assert found["full"]["<root>"] == found["planned"] > 0
+    assert found["at the loss"] == looks * [[found["planned"], ROOT_ALONE]]
     assert found["left"] == [0, []]
     assert found["prefetch"] == dict.fromkeys(BLOCKS, ahead)
     assert found["kept"] == Counter({"<root>": kept})
@@ -206,7 +205,7 @@ def test_blocks_come_ahead_where_the_root_unit_does_not_move(
     assert found["prefetch"] == {first: 1, **dict.fromkeys(middle, 2), last: 1}
     assert found["kept"] == {last: 1}
     assert found["at the loss"] == 2 * [[block, [last]]]
-    assert found["turn"] == block
+    assert found["planned"] == block
     assert found["left"] == [0, []]
 
 
@@ -217,7 +216,7 @@ def test_the_root_unit_stays_where_a_block_is_used_before_it(
     root, block = found["full"]["<root>"], found["full"][BLOCKS[-1]]
     assert 0 < root < block
     assert found["at the loss"] == 2 * [[root, ROOT_ALONE]]
-    assert found["turn"] == root
+    assert found["planned"] == root
     assert found["kept"] == {"<root>": 1}
     assert found["copied"] == root + 2 * LAYERS * block
 
@@ -233,7 +232,7 @@ def test_ranks_with_one_sample_and_with_more_do_alike(
 
     for found in on_ranks(work, 2, scratch):
         assert found["prefetch"] == {**dict.fromkeys(BLOCKS, 2), BLOCKS[-1]: 1}
-        assert found["at the loss"] == 2 * [[found["turn"], ROOT_ALONE]]
+        assert found["at the loss"] == 2 * [[found["planned"], ROOT_ALONE]]
 
 
 def test_ranks_do_alike_where_one_of_them_holds_on_to_values(
@@ -247,7 +246,7 @@ def test_ranks_do_alike_where_one_of_them_holds_on_to_values(
     for found in on_ranks(work, 2, scratch):
         assert found["gather"][BLOCKS[1]] > 0  # it is gathered again, by all
         assert found["kept"][BLOCKS[0]] > 0
-        assert found["at the loss"] == 2 * [[found["turn"], ROOT_ALONE]]
+        assert found["at the loss"] == 2 * [[found["planned"], ROOT_ALONE]]
 
 
 def test_blocks_around_experts_in_memory_are_not_kept_over_the_loss(
@@ -260,8 +259,8 @@ def test_blocks_around_experts_in_memory_are_not_kept_over_the_loss(
         return trained(scratch / str(rank), monkeypatch, Experts, words=words)
 
     for found in on_ranks(work, 2, scratch):
-        assert found["at the loss"] == 2 * [[found["turn"], ROOT_ALONE]]
-        assert found["turn"] == found["full"]["<root>"] > 0
+        assert found["at the loss"] == 2 * [[found["planned"], ROOT_ALONE]]
+        assert found["planned"] == found["full"]["<root>"] > 0
         assert found["kept"] == {"<root>": 1}
 
 
@@ -279,8 +278,8 @@ def test_a_rank_keeps_over_the_loss_what_its_own_plan_says(
     kept = ["<root>", *BLOCKS[-3:]]
     there = sum(on_drive["full"][name] for name in kept)
     assert on_drive["at the loss"] == 2 * [[there, kept]]
-    assert on_drive["turn"] == there
-    assert in_memory["at the loss"] == 2 * [[in_memory["turn"], ROOT_ALONE]]
+    assert on_drive["planned"] == there
+    assert in_memory["at the loss"] == 2 * [[in_memory["planned"], ROOT_ALONE]]
     assert in_memory["bits"][0] == on_drive["bits"][0]
 
 
@@ -296,4 +295,4 @@ def test_all_small_blocks_of_a_drive_are_counted(
     assert not {*small} & {*BLOCKS}
     there = found["full"]["<root>"] + sum(found["full"][name] for name in small)
     assert found["at the loss"] == 2 * [[there, sorted(found["kept"])]]
-    assert found["turn"] == there
+    assert found["planned"] == there
