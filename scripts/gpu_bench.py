@@ -303,8 +303,6 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=count_option, default=value, help=what)
     parser.add_argument("--host-memory", type=bytes_option, help="4GB, say, instead of the row's")
     parser.add_argument("--device-memory", type=bytes_option, help="8GB, say, instead of the row's")
-    what = "0 measures no drive"
-    parser.add_argument("--drive-mebibytes", type=count_option, default=2048, help=what)
     parser.add_argument("--name", help="of the result, instead of the row's")
     parser.add_argument("--turns", type=Turns.of, help=argparse.SUPPRESS)
     gpu_groups.add_programs(parser)

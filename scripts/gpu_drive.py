@@ -8,6 +8,7 @@ then those of the best sizes again.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import statistics
@@ -20,8 +21,11 @@ from typing import Any
 from step_bench_limit import BURST_BYTES, IN_FLIGHT_BYTES, run
 
 from aio_ops import Engine, HostArena, Span, Ticket, TransferFile, open_engine
+from estimators.command import count_option
 
 TRANSFER_BYTES = (4 << 20, 16 << 20)
+LEAST_MEBIBYTES = IN_FLIGHT_BYTES >> 20
+"""Of the file that a drive is measured with: with less in flight the rates would say nothing."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,14 @@ class DriveWatch:
     def close(self) -> None:
         """Give file and engine back."""
         self._open.close()
+
+
+def mebibytes_option(text: str) -> int:
+    """Return the size of the file that a drive is measured with; for `argparse`."""
+    found = count_option(text)
+    if 0 < found < LEAST_MEBIBYTES:
+        raise argparse.ArgumentTypeError(f"must be 0 or at least {LEAST_MEBIBYTES}, got {found}")
+    return found
 
 
 def measure(

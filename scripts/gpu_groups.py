@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gpu_drive
 from gpu_peer import result_of
 from gpu_rows import ROWS
 from gpu_table import described
@@ -97,10 +98,17 @@ GROUPS: dict[str, Group] = {
 
 
 def add_programs(parser: argparse.ArgumentParser) -> None:
-    """Add to a command line which programs run the peers, and how long all may take."""
+    """Add to a command line which programs run the peers, how long, and how drives are measured."""
     parser.add_argument("--program", type=Path, help="the peer's: a row and its steps by turns")
     parser.add_argument("--torch-program", type=Path, help="the same for what plain torch runs")
     parser.add_argument("--seconds", type=float, default=480, help="of all, peers' programs too")
+    parser.add_argument(
+        "--drive-mebibytes",
+        type=gpu_drive.mebibytes_option,
+        default=2048,
+        help=f"of the file that a drive is measured with, {gpu_drive.LEAST_MEBIBYTES} at least; 0"
+        " measures none",
+    )
 
 
 def run_row(row: str, options: argparse.Namespace) -> None:

@@ -23,8 +23,6 @@ from gpu_groups import GROUPS, add_programs, missing_program, run_group
 from gpu_table import merge
 from gpu_turns import end_on_signals
 
-from estimators.command import count_option
-
 
 def keep(out: Path) -> None:
     """Put everything so far into one file beside the folder."""
@@ -45,8 +43,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", choices=GROUPS, default=groups, help="these groups")
     for name, value in (("hidden", 2048), ("layers", 24), ("length", 1024), ("batch", 4)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    what = "0 measures no drive"
-    parser.add_argument("--drive-mebibytes", type=count_option, default=2048, help=what)
     options = parser.parse_args()
     for name in options.only:
         if (missing := missing_program(GROUPS[name].peers, options)) is not None:

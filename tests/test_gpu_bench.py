@@ -219,6 +219,7 @@ def last_line(row: str, *arguments: str) -> str:
         (["--peer", "/none.json"], "--peer: there is no file /none.json"),
         (["--peer", str(SCRIPTS / "README.md")], "README.md is not JSON"),
         (["--drive-mebibytes", "-5"], "'-5' is not a count"),
+        (["--drive-mebibytes", "1"], "must be 0 or at least 64, got 1"),
         (["--merge", "/tmp"], "--merge makes the table of a folder, --row measures"),
         (["--out", "/dev/null/out"], "--out: /dev/null/out cannot be made"),
         (["--tiers", "update_device"], "--tiers takes KEY=VALUE, got 'update_device'"),
