@@ -6,6 +6,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,18 @@ from torch import nn
 import aio_ops
 import offload
 import zero
-from offload import AdamWScalars, load_kernels
+from estimators import ElementType, StateField, StateFormat, record_layout
+from offload import (
+    AdamWScalars,
+    DeviceKernels,
+    Kernels,
+    RoundingKey,
+    StateArrays,
+    load_device_kernels,
+    load_kernels,
+    state_tensors,
+    update_sub_group,
+)
 
 NUMEL = 1_000_003
 
@@ -30,22 +42,65 @@ def check_native() -> str:
 
 
 def check_kernels() -> str:
-    """Native and numpy kernels give equal bits."""
-    scalars = AdamWScalars.from_hyperparameters(
-        lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.7
+    """Native, numpy and the device's kernels give equal bits in every format of the state."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    native, plain, there = (
+        load_kernels("native"),
+        load_kernels("numpy"),
+        load_device_kernels(device),
     )
-    results = []
-    for kind in ("native", "numpy"):
-        generator = np.random.default_rng(0)
-        param, grad, first = (generator.standard_normal(NUMEL).astype(np.float32) for _ in range(3))
-        second = np.abs(generator.standard_normal(NUMEL)).astype(np.float32)
-        load_kernels("native" if kind == "native" else "numpy").adamw_fp32(
-            param, grad, first, second, scalars
+    for state_format in StateFormat:
+        wanted = updated(native, state_format, None)
+        for kernels, place in ((plain, None), (there, device)):
+            if not torch.equal(updated(kernels, state_format, place), wanted):
+                raise RuntimeError(
+                    f"{kernels.name} and native kernels differ in {state_format.value}"
+                )
+    formats = ", ".join(each.value for each in StateFormat)
+    return (
+        f"AdamW of {NUMEL:,} elements, {formats}: {plain.name} and, on {device},"
+        f" {there.name} kernels give the native ones' bits"
+    )
+
+
+def updated(
+    kernels: Kernels | DeviceKernels, state_format: StateFormat, device: torch.device | None
+) -> torch.Tensor:
+    """Return the bytes of a record after two steps, and those of its bf16 parameter behind them.
+
+    Without a device the kernels get numpy arrays.
+
+    Raises:
+        RuntimeError: if a step has changed nothing.
+    """
+    operand = as_array if device is None else torch.Tensor.contiguous
+    layout = record_layout(state_format, ElementType.BF16, NUMEL)
+    generator = torch.Generator().manual_seed(0)
+    both = torch.zeros(layout.size_bytes + 2 * NUMEL, dtype=torch.uint8, device=device)
+    param = both[layout.size_bytes :].view(torch.bfloat16)
+    param.copy_(torch.randn(NUMEL, generator=generator))
+    fields = {field: state_tensors(layout, both).get(field) for field in StateField}
+    present = {field: operand(each) for field, each in fields.items() if each is not None}
+    for step in (1, 2):
+        before = both.clone()
+        grad = torch.randn(NUMEL, generator=generator).bfloat16().to(device)
+        scalars = AdamWScalars.from_hyperparameters(
+            lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=step, grad_scale=0.7
         )
-        results.append(np.concatenate([param, first, second]).view(np.uint32))
-    if not np.array_equal(results[0], results[1]):
-        raise RuntimeError("native and numpy kernels differ in bits")
-    return f"AdamW of {NUMEL:,} elements, equal bits"
+        key = RoundingKey.derive(0, step, "weight", 0)
+        state = StateArrays.of(present)
+        update_sub_group(kernels, operand(param), operand(grad), state, scalars, key)
+        if torch.equal(both, before):
+            raise RuntimeError(
+                f"step {step} of {kernels.name} changed nothing in {state_format.value}"
+            )
+    return both.cpu()
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """View a tensor on the host as the kernels there take it: bf16 as its bits."""
+    bits = tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor
+    return bits.numpy()
 
 
 def check_step() -> str:
