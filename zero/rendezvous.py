@@ -217,7 +217,7 @@ class Rendezvous:
         """Come to no further meeting; the thread ends."""
         self._here.over.set()
         if self._thread is not None:
-            self._thread.join(timeout=_ANSWER_S)
+            _join(self._thread)
             self._thread = None
         if self._store is not None and self._failure is None:
             self._failure = f"the engine of rank {self._rank} was destroyed"
@@ -233,7 +233,7 @@ class Rendezvous:
             target=_listen, args=(listening, self._here), name="tierzero-rank", daemon=True
         )
         self._thread.start()
-        weakref.finalize(self, _end, self._store, self._here, os.getpid())
+        weakref.finalize(self, _end, self._store, self._here, self._thread, os.getpid())
 
     def _meet(self, number: int, what: str, *, is_ready: bool) -> str:
         """Come to a meeting, and return whether all ranks came for the same, and all were ready."""
@@ -363,11 +363,24 @@ def _describe(answer: dict[str, Any]) -> _Sighting:
     return _Sighting(_Doing.COMPUTES, f"computes, at {answer['place']}; {last}")
 
 
-def _end(store: Any, here: _Whereabouts, process: int) -> None:
-    """Say that nobody will come any more: the engine was dropped, or its program ends."""
-    if not here.over.is_set() and os.getpid() == process:
+def _end(store: Any, here: _Whereabouts, thread: threading.Thread, process: int) -> None:
+    """Say that nobody will come any more: the engine was dropped, or its program ends.
+
+    The thread is gone before the interpreter is: one that comes back from the store to an
+    interpreter which ends is ended inside torch's C++, and that aborts the process.
+    """
+    if os.getpid() != process:
+        return
+    if not here.over.is_set():
         here.over.set()
         _say_gone(store, here)
+    _join(thread)
+
+
+def _join(thread: threading.Thread) -> None:
+    """Wait for a thread that was told to end, unless it is the one that collects garbage here."""
+    if thread is not threading.current_thread():
+        thread.join(timeout=_ANSWER_S)
 
 
 def _say_gone(store: Any, here: _Whereabouts) -> None:
