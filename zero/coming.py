@@ -123,6 +123,9 @@ class UnitAhead:
 def let_come(units: Sequence[Unit], store: Store, communicator: Communicator) -> None:
     """Find out of which segments no rank pages anything; a collective.
 
+    Several ranks look at whole units: one of which a rank pages a part may be kept there alone, and
+    what is kept does not come.
+
     Where ranks take turns for experts, each comes to units in an order of its own, so nothing is
     exchanged ahead.
     """
@@ -137,8 +140,13 @@ def let_come(units: Sequence[Unit], store: Store, communicator: Communicator) ->
         [pages_parameters(store, segment.index) for segment in segments], device="cpu"
     )
     by_rank = communicator.gather_rows(pages)
-    for segment, any_pages in zip(segments, by_rank.any(0).tolist(), strict=True):
-        segment.coming.may_come = not any_pages
+    any_pages = dict(zip((each.index for each in segments), by_rank.any(0).tolist(), strict=True))
+    for unit in units:
+        of_unit = [any_pages[segment.index] for segment in unit.segments]
+        for segment, pages_here in zip(unit.segments, of_unit, strict=True):
+            segment.coming.may_come = not (
+                any(of_unit) if communicator.world_size > 1 else pages_here
+            )
 
 
 def agree_on(segment: Segment, *, is_ready: bool = False) -> bool:

@@ -178,7 +178,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
                 reducer.shown.withdraw()  # or autograd adds the first gradient to what is shown
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
-            self._runtime.scheduler.recover(announce=False)
+            self._runtime.scheduler.recover(announce=False, has_failed=True)
             if reducer is not None:
                 reducer.shown.show()
             raise

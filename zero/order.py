@@ -60,6 +60,11 @@ class RecordedOrder:
         """Take the next use for the first one of another forward, or backward of its own."""
         self._is_at_end = True
 
+    @property
+    def last_unit(self) -> int | None:
+        """The unit used last, if there is one."""
+        return self._log[-1][1] if self._log else None
+
     def visit(self, phase: Phase, unit: int) -> None:
         """Record a use.
 

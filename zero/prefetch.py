@@ -57,12 +57,14 @@ class Prefetcher:
         if self.reads:
             self._read_following(spare)
 
-    def end_forward(self, *, has_backward: bool) -> None:
-        """Free what has come and was not used, and without a backward what was kept."""
-        if has_backward:
-            self.ahead.drop(self._store)
-        else:
+    def end_forward(self, *, has_backward: bool, of_model: bool = False) -> None:
+        """Free what has come and was not used, and what was kept but may not be at the loss."""
+        if not has_backward:
             self.end_pass()
+            return
+        self.ahead.drop(self._store)
+        if of_model:
+            self.kept.reach_loss()
 
     def end_pass(self) -> None:
         """Free what was kept and what has come: whatever follows is another pass."""

@@ -125,6 +125,15 @@ class KeptUnits:
         for at in tuple(self._kept):
             self._drop(at)
 
+    def reach_loss(self) -> None:
+        """Free what was kept for a use that did not come and may not be there at the loss."""
+        if self._store.device.is_host:
+            return
+        last = self._order.last_unit
+        for at in tuple(self._kept):
+            if not self._may_be_at_loss(at, is_first=at == last):
+                self._drop(at)
+
     def _is_near(self, unit: Unit) -> bool:
         limit = self._limits.reuse_numel
         next_use = self._order.next_use(unit.index, self._numel_of, limit) if limit else None
@@ -132,8 +141,16 @@ class KeptUnits:
             return False
         if self._store.device.is_host or not next_use.is_after_loss:
             return True
-        is_first = next_use.between == 0 and not self._units[0].moves
-        return is_first or unit.index == 0 or unit.index in self.paged  # see [Note: at the loss]
+        return self._may_be_at_loss(unit.index, is_first=next_use.between == 0)
+
+    def _may_be_at_loss(self, at: int, *, is_first: bool) -> bool:
+        """Tell whether a unit may be kept over the loss, see [Note: at the loss].
+
+        Args:
+            at: index of the unit.
+            is_first: whether the backward uses it first.
+        """
+        return at == 0 or at in self.paged or (is_first and not self._units[0].moves)
 
     def _distance_of(self, at: int) -> int:
         """Return the elements of others before the next use, more than the limit if not near."""

@@ -11,11 +11,9 @@ the graph task ends is released then.
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -32,6 +30,7 @@ from zero.order import Phase
 from zero.prefetch import Prefetcher
 from zero.reuse import PrefetchLimits
 from zero.structures import aliases, cloned, tensors_in
+from zero.tasks import BackwardTasks
 from zero.unit import Unit
 
 _UNTIL_NEXT_FORWARD = -2
@@ -56,7 +55,7 @@ class UnitScheduler:
         self._guard = SavedTensorGuard(self._require_for_backward)
         self._arrivals = Arrivals(units, self._release)
         self._tokens: dict[int, list[Instance]] = {unit.index: [] for unit in units}
-        self._tasks_with_callback: set[int] = set()
+        self._tasks = BackwardTasks(self._end_of_task)
         self._handles: list[Any] = []
         self._forward_thread: int | None = None
         self._forwards = 0
@@ -79,7 +78,7 @@ class UnitScheduler:
         """Called once when a backward is found to have failed."""
 
     def install(self) -> None:
-        """Register the hooks; units that never move get none."""
+        """Register the hooks; units that never move get none, but for the whole model's end."""
         self._handles.extend(self._turns.install())
         for unit in self.units:
             if unit.moves or self._turns.surround(unit):
@@ -93,6 +92,9 @@ class UnitScheduler:
                         ModuleHook(self._after_forward, unit), with_kwargs=True, always_call=True
                     )
                 )
+        self._handles.append(
+            self.units[0].module.register_forward_hook(ModuleHook(self._after_model))
+        )
         if self._reducer is not None:
             self._handles.extend(
                 self._reducer.register(self._queue_end_of_task, self._arrivals.note)
@@ -138,14 +140,13 @@ class UnitScheduler:
             self._phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.INFERENCE
             self._is_in_model = of_model
 
-    def recover(self, *, announce: bool = True) -> None:
+    def recover(self, *, announce: bool = True, has_failed: bool = False) -> None:
         """Drop what an interrupted forward or a failed backward has left; called outside both.
 
         Gradients of a failed backward are dropped with their window; `announce` warns of it where
-        no exception tells.
+        no exception tells. One that is known to have failed may have left no trace.
         """
-        failed = bool(self._tasks_with_callback)
-        self._tasks_with_callback.clear()
+        failed = self._tasks.reset() or has_failed
         if self._reducer is not None and self._reducer.has_pending():
             failed = True
             self._reducer.abandon()
@@ -180,7 +181,7 @@ class UnitScheduler:
         if self._is_retired:
             return
         if not self._forwards:
-            if not self._is_in_model or self._tasks_with_callback:
+            if not self._is_in_model or self._tasks.is_open:
                 self.begin_forward(of_model=False)
             self._forward_thread = threading.get_ident()
         elif self._forward_thread != threading.get_ident():
@@ -222,10 +223,27 @@ class UnitScheduler:
                 node.register_prehook(ModuleHook(self._needed, unit, token, tensor.dim()))
         in_backward = torch._C._current_graph_task_id() != -1
         self._release(unit, is_recomputed=in_backward)
-        is_outermost = not (self._forwards or in_backward)
-        if is_outermost and (unit.index == 0 or not self._is_in_model):
+        if not (self._forwards or in_backward or self._is_in_model):
             self._next.end_forward(has_backward=torch.is_grad_enabled())
         return output
+
+    def _after_model(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """End a forward of the whole model, of which its root unit may know nothing."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._is_retired or self._forwards or in_backward:
+            return
+        has_backward = torch.is_grad_enabled()
+        self._next.end_forward(has_backward=has_backward, of_model=True)
+        self._is_in_model = self._is_in_model and has_backward
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(ModuleHook(self._enter_backward))
+
+    def _enter_backward(self, *_: Any) -> None:
+        """Be told of the end of a backward that has come to the model, see [Note: graph tasks]."""
+        if self._tasks.is_stale():
+            self.recover()  # no backward is around this one, so the earlier one failed
+        self._tasks.enter()
 
     def _needed(self, unit: Unit, token: object, output_dim: int, _gradients: Any) -> None:
         """Unshard for the backward of one forward instance, which begins at one of its outputs."""
@@ -280,25 +298,21 @@ class UnitScheduler:
             )
 
     def _queue_end_of_task(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if task == -1 or task in self._tasks_with_callback:
+        """Take part in a backward: something of the engine is needed, or gets a gradient."""
+        if torch._C._current_graph_task_id() == -1 or self._tasks.counts:
             return
-        if self._tasks_with_callback and _is_outermost_backward():
-            self.recover()  # no backward is around this one, so the earlier one failed
+        self._enter_backward()
         if self._reducer is not None:
             self._reducer.hooks.move_back()
-        is_first = not self._tasks_with_callback
-        self._tasks_with_callback.add(task)
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(ModuleHook(self._end_of_task, task))
+        is_first = not self._tasks.has_signs
+        self._tasks.has_signs = True
         if is_first and not self._next.reads and self.on_backward_begin is not None:
             self.on_backward_begin()
 
     def _end_of_task(self, task: int) -> None:
-        self._tasks_with_callback.discard(task)
         self._turns.end_of_task(task)
         self._arrivals.end_of_task(task)
-        is_nested = bool(self._tasks_with_callback)
+        is_nested = self._tasks.is_open
         for unit in self.units:
             ended = [token for token, own in unit.backward_tokens.items() if own == task]
             for token in ended:
@@ -308,30 +322,14 @@ class UnitScheduler:
                 if is_nested and is_over and self._reducer is not None:
                     self._reducer.flush(unit.segments)  # of checkpointing with `use_reentrant`
                 self._release(unit)
-        if self._tasks_with_callback:
-            return  # a nested backward; the outer one reduces
+        if is_nested:
+            return  # the outer one reduces
+        had_signs, self._tasks.has_signs = self._tasks.has_signs, False
+        if not had_signs:
+            return
         self._next.end_pass()
         self._is_in_model = False
         if self._reducer is not None:
             self._reducer.flush()
         if self.on_backward_end is not None:
             self.on_backward_end()
-
-
-def _is_outermost_backward() -> bool:
-    """Tell whether no backward is around the one that runs.
-
-    The backward of a GPU runs on a thread of autograd, which the caller's frames are not on.
-    """
-    is_of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
-    return _backward_depth() == (0 if is_of_autograd else 1)
-
-
-def _backward_depth() -> int:
-    """Return how many backwards are on this thread's stack."""
-    depth = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        depth += frame.f_code.co_name == "_engine_run_backward"
-        frame = frame.f_back
-    return depth

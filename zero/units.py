@@ -167,18 +167,20 @@ def form_units(
         units = owners[id(each.parameter)]
         chosen = 0 if stays or len(units) > 1 else next(iter(units))
         members[chosen].append(replace(each, is_persistent=stays))
-    named = [(ROOT_NAME, model), *blocks]
+    named = zip([(ROOT_NAME, model), *blocks], members, strict=True)
+    kept = [
+        (name, module, own)
+        for (name, module), own in named
+        if own or module is model or any(at.startswith(f"{name}.") for at, _ in blocks)
+    ]
     return [
         UnitBlueprint(
             name,
             module,
-            tuple(
-                _segments(index, name, members[index], (grouping.gradient_element, numels or {}))
-            ),
+            tuple(_segments(index, name, own, (grouping.gradient_element, numels or {}))),
             router_of(model, name),
         )
-        for index, (name, module) in enumerate(named)
-        if members[index] or index == 0 or any(at.startswith(f"{name}.") for at, _ in blocks)
+        for index, (name, module, own) in enumerate(kept)
     ]
 
 

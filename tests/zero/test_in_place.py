@@ -31,7 +31,7 @@ def test_nothing_is_hooked_copied_or_packed() -> None:
             assert not module._forward_hooks, name
             assert not module._backward_hooks, name
     assert len(model._forward_pre_hooks) == 1  # counts micro-batches
-    assert not model._forward_hooks
+    assert len(model._forward_hooks) == 1  # ends a pass
     weight = model.blocks[0].up.weight
     address = weight.data_ptr()
     made: list[int] = []

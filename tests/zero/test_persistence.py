@@ -186,3 +186,60 @@ def test_what_stays_counts_in_the_budget_of_the_device(scratch: Path) -> None:
     config["tiers"]["device_memory"] = 2 * plan.device_bytes - 2
     with pytest.raises(PlanError, match=f"{plan.persistent_bytes} .*persistence_threshold"):
         zero.plan_memory(make_model(), config, world_size=2)
+
+
+def unequal_layers() -> torch.nn.Module:
+    """Return layers of one class of which the middle ones stay, the second with all it has."""
+    torch.manual_seed(0)
+    widths = [(48, 40), (40, 12), (12, 40), (40, 40), (40, 4)]
+    layers = [each for pair in widths for each in (torch.nn.Linear(*pair), torch.nn.Tanh())]
+    return torch.nn.Sequential(*layers)
+
+
+class Shared(torch.nn.Module):
+    """Blocks that share all they have, which the root unit holds, before blocks of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        shared = torch.nn.Linear(48, 48)
+        self.first = torch.nn.ModuleList(torch.nn.Sequential(shared) for _ in range(3))
+        self.rest = torch.nn.ModuleList(torch.nn.Linear(48, 48) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.first, *self.rest):
+            x = torch.tanh(block(x))
+        return x
+
+
+@pytest.mark.parametrize("build", [unequal_layers, Shared])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
+def test_blocks_of_which_everything_stays_do_not_shift_the_others(
+    scratch: Path, build: Any, world_size: int, tier: str
+) -> None:
+    def work(rank: int) -> list[str]:
+        said = []
+        for threshold in (0, 530):
+            config = settings(scratch, threshold)
+            config["gradient_accumulation_steps"] = 1
+            for key in ("offload_param", "offload_optimizer"):
+                config["zero_optimization"][key]["device"] = tier
+            engine, _, _, _ = zero.initialize(model=build(), config=config)
+            units = engine._runtime.units
+            assert all(
+                segment.spec.unit_index == unit.index and segment.spec.unit == unit.name
+                for unit in units
+                for segment in unit.segments
+            )
+            for step in range(2):
+                engine.backward(engine(torch.full((2, 48), 0.1 * (1 + step + rank))).sum())
+                engine.step()
+            moved = engine.ledger.snapshot()
+            assert moved.nvme_read_bytes or tier != "nvme"
+            said.append(digest(full_parameters(engine)))
+            engine.destroy()
+        return said
+
+    for found in on_ranks(work, world_size, scratch):
+        assert found[0] == found[1]

@@ -1,0 +1,260 @@
+"""Where passes end: nested backwards, failures before the model, models without a root unit.
+
+Blocks alone get gradients here, so that nothing but them and the model's outputs tells of a pass.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zero
+import zero.planning
+from offload import pages_parameters
+from tests.support.at_the_loss import LAYERS, WIDTH, WORDS, Block
+from tests.support.configs import make_config
+from tests.support.fork_ranks import on_ranks
+from tests.support.observe import digest, full_parameters
+from tests.support.simulated_device import SimulatedDevice
+
+pytestmark = pytest.mark.nvme
+
+
+class Fail(torch.autograd.Function):
+    """Fails in the backward while the model says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, model: Adapted) -> torch.Tensor:
+        ctx.model = model
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.model.fails:
+            raise torch.OutOfMemoryError("in the middle of a backward")
+        return gradient, None
+
+
+class Adapted(nn.Module):
+    """Checkpointed blocks before a head that is frozen."""
+
+    def __init__(self, *, reentrant: bool = True) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+        self.reentrant = reentrant
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for at, block in enumerate(self.h):
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+            if at == LAYERS // 2:
+                x = Fail.apply(x, self)
+        return self.head(x).square().mean()
+
+
+def make_engine(model: nn.Module, path: Path, tier: str = "none", **keys: Any) -> zero.ZeroEngine:
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    config = make_config(
+        parameters=tier, optimizer=tier, nvme_path=str(path), accumulation=2, host_memory="4MB"
+    )
+    stage = keys.pop("stage", 3)
+    config["zero_optimization"]["stage"] = stage
+    engine, _, _, _ = zero.initialize(model=model, config=config | keys)
+    return engine
+
+
+def train(engine: zero.ZeroEngine, micro_batches: int, x: torch.Tensor) -> list[int]:
+    """Return how many steps were taken after each micro-batch."""
+    steps = []
+    for _ in range(micro_batches):
+        engine.backward(engine(x))
+        engine.step()
+        steps.append(engine.global_steps)
+    return steps
+
+
+TIERS = [(1, "none"), (2, "none"), (3, "none"), (3, "cpu"), (3, "nvme")]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("stage", "tier"), TIERS)
+def test_a_backward_of_nested_ones_that_fails_drops_its_window(
+    scratch: Path, stage: int, tier: str, *, reentrant: bool
+) -> None:
+    found = []
+    for fails in (False, True):
+        engine = make_engine(Adapted(reentrant=reentrant), scratch, tier, stage=stage)
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+        if fails:
+            train(engine, 1, x)
+            loss = engine(x)
+            engine.module.fails = True
+            with pytest.raises(torch.OutOfMemoryError):
+                engine.backward(loss)
+            engine.module.fails = False
+        assert train(engine, 2, x) == [0, 1]
+        found.append((engine.get_global_grad_norm(), digest(full_parameters(engine))))
+        engine.destroy()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu"])
+def test_nested_backwards_are_one_under_a_loss_scale(scratch: Path, tier: str) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 4}
+    engine = make_engine(Adapted(), scratch, tier, fp16=fp16)
+    assert train(engine, 4, torch.ones(2, WIDTH).half()) == [0, 1, 1, 2]
+    assert engine.skipped_steps == 0
+    engine.destroy()
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
+def test_a_backward_that_fails_before_the_model_drops_its_window(scratch: Path, tier: str) -> None:
+    engine = make_engine(Adapted(), scratch, tier)
+    x = torch.ones(2, WIDTH)
+    train(engine, 1, x)
+    engine.module.fails = True
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.backward(Fail.apply(engine(x), engine.module))
+    engine.module.fails = False
+    assert train(engine, 2, x) == [0, 1]
+    engine.destroy()
+
+
+def test_the_gradient_of_an_input_alone_is_no_micro_batch(scratch: Path) -> None:
+    engine = make_engine(nn.Sequential(Block(), Block()), scratch)
+    x = torch.ones(2, WIDTH).requires_grad_()
+    torch.autograd.grad(engine(x).square().mean(), x)
+    assert engine.micro_steps == 0
+    engine.destroy()
+
+
+class Stack(nn.Module):
+    """Blocks used up to a depth, with a root unit or without one."""
+
+    def __init__(self, *, has_root: bool) -> None:
+        super().__init__()
+        self.inp = nn.Linear(WIDTH, WIDTH) if has_root else nn.Identity()
+        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.depth = LAYERS
+        self.loops = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for _ in range(self.loops):
+            for block in self.h[: self.depth]:
+                x = block(x)
+        return x
+
+
+def beside_a_device(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> zero.ZeroEngine:
+    monkeypatch.setattr(zero.planning, "open_device", lambda _: SimulatedDevice(3))
+    config = make_config(parameters="cpu", optimizer="cpu", host_memory="8MB")
+    config["zero_optimization"].pop("stage3_max_reuse_distance")
+    engine, _, _, _ = zero.initialize(model=stack, config=config)
+    return engine
+
+
+def live(engine: zero.ZeroEngine) -> int:
+    return sum(unit.live_bytes for unit in engine._runtime.units)
+
+
+@pytest.mark.parametrize("has_root", [False, True])
+def test_nothing_is_left_after_a_forward_without_gradients(
+    monkeypatch: pytest.MonkeyPatch, *, has_root: bool
+) -> None:
+    stack = Stack(has_root=has_root)
+    stack.depth, stack.loops = 2, 3
+    engine = beside_a_device(stack, monkeypatch)
+    x = torch.ones(2, WIDTH)
+    before = engine.ledger.snapshot()
+    for _ in range(3):
+        with torch.no_grad():
+            engine(x)
+            assert live(engine) == 0
+            for _ in range(2):
+                y = x
+                for block in stack.h:
+                    y = block(y)
+            assert live(engine) == 0
+    assert engine.ledger.snapshot().minus(before).copied_bytes["in"] > 0
+    engine.destroy()
+
+
+@pytest.mark.parametrize("has_root", [False, True])
+def test_depths_that_change_leave_no_more_at_the_loss_than_is_planned(
+    monkeypatch: pytest.MonkeyPatch, *, has_root: bool
+) -> None:
+    stack = Stack(has_root=has_root)
+    engine = beside_a_device(stack, monkeypatch)
+    planned = engine.plan.memory.live_bytes_at_loss
+    seen = []
+    for depth in (3, 2, 1, 4, 3, 2, 1, 6, 5, 6, 2, 5, 3):
+        stack.depth = depth
+        output = engine(torch.ones(2, WIDTH))
+        seen.append(live(engine))
+        engine.backward(output.square().mean())
+        engine.step()
+    assert max(seen) == planned > 0
+    engine.destroy()
+
+
+class Gaps(nn.Module):
+    """Blocks with something between them that does not belong to any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Embedding(WORDS, WIDTH)
+        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.inp(words)
+        for block in self.h:
+            x = block(x) * 0.9
+        logits = self.head(x)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten()), logits
+
+
+def test_ranks_do_alike_where_one_reads_a_part_of_a_block(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block has segments of two parameter groups: one is in memory, and one on a drive."""
+    monkeypatch.setattr(zero.planning, "open_device", lambda _: SimulatedDevice(3))
+
+    def work(rank: int) -> tuple[str, list[bool]]:
+        torch.manual_seed(0)
+        model = Gaps()
+        config = make_config(
+            parameters="nvme", optimizer="nvme", nvme_path=str(scratch), host_memory="2MB"
+        )
+        section = config["zero_optimization"]
+        section["offload_param"]["max_in_cpu"] = (10**9, 58_200)[rank]
+        section.pop("stage3_max_reuse_distance")
+        first = [each for name, each in model.named_parameters() if name.endswith("a.weight")]
+        rest = [each for name, each in model.named_parameters() if not name.endswith("a.weight")]
+        groups = [{"params": rest}, {"params": first, "weight_decay": 0.0}]
+        engine, _, _, _ = zero.initialize(model=model, model_parameters=groups, config=config)
+        runtime = engine._runtime
+        paged = [pages_parameters(runtime.store, each.index) for each in runtime.segments]
+        for step in range(3):
+            loss, _ = engine(torch.arange(12).view(3, 4) + step)
+            engine.backward(loss)
+            engine.step()
+        found = digest(full_parameters(engine)), paged
+        engine.destroy()
+        return found
+
+    (bits, nothing), (other_bits, some) = on_ranks(work, 2, scratch)
+    assert bits == other_bits
+    assert not any(nothing)
+    by_block = zip(some[1::2], some[2::2], strict=True)
+    assert any(one != other for one, other in by_block)
