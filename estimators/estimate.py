@@ -167,12 +167,31 @@ class Estimate:
                 f"each GPU needs {self.device_bytes} bytes at its peak ({self.peak_moment}), it has"
                 f" {node.device_bytes}: lower the batch or the sequence,{again} or offload more"
             )
+        if (
+            node.host_memory_bytes is not None
+            and self.host_bytes * node.gpus > node.host_memory_bytes
+        ):
+            found.append(self._host_problem(node.host_memory_bytes))
         if node.nvme_bytes is not None and self.nvme_bytes * node.gpus > node.nvme_bytes:
             found.append(
                 f"a node's swap files need {self.nvme_bytes * node.gpus} bytes, its drives have"
                 f" {node.nvme_bytes}"
             )
         return found
+
+    def _host_problem(self, memory_bytes: int) -> str:
+        budget = self.memory.host_bytes
+        said = (
+            f"a node needs {self.host_bytes * self.inputs.node.gpus} bytes of host memory, it has"
+            f" {memory_bytes}: a rank's tiers take {budget}, Python and torch {PROCESS_BYTES}"
+        )
+        if self._is_cuda:
+            return f"{said}; lower tiers.host_memory"
+        again = "" if self.inputs.batch.checkpointing else " use activation checkpointing,"
+        return (
+            f"{said}, and {self.device_bytes} what a device would hold ({self.peak_moment}); lower"
+            f" tiers.host_memory, the batch or the sequence,{again} or offload more"
+        )
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -91,7 +91,10 @@ def choices(model: ModelShape, node: Node, wanted: Wanted) -> list[Choice]:
     """
     if _least_bytes(model, wanted) > _room_bytes(node):
         return []
-    found = [choice for each in _placed(model, node, wanted) for choice in _batches(*each, wanted)]
+    found: list[Choice] = []
+    for split in _splits(node):
+        placed = _placed(model, split, wanted)
+        found = found or [choice for each in placed for choice in _batches(*each, wanted)]
     return sorted(found, key=lambda choice: (-choice.tokens_per_second, _rank(choice)))
 
 
@@ -230,11 +233,23 @@ def fits(model: ModelShape, node: Node, wanted: Wanted) -> bool:
     smallest = replace(wanted, samples=wanted.samples or 1)
     if _least_bytes(model, wanted) > _room_bytes(node):
         return False
-    for inputs, memory in _placed(model, node, smallest, reversed(_WAYS)):
-        batch = replace(inputs.batch, checkpointing=True)
-        if not estimate_placed(replace(inputs, batch=batch), memory).problems():
-            return True
+    for split in _splits(node):
+        for inputs, memory in _placed(model, split, smallest, reversed(_WAYS)):
+            batch = replace(inputs.batch, checkpointing=True)
+            if not estimate_placed(replace(inputs, batch=batch), memory).problems():
+                return True
     return False
+
+
+def _splits(node: Node) -> Iterator[Node]:
+    """Yield the node with the budget for its tiers, then with less of it.
+
+    On a processor what a device would hold takes of the same memory.
+    """
+    yield node
+    if node.device is DeviceKind.CPU and node.host_bytes is not None:
+        for share in (2, 4, 8):
+            yield replace(node, host_bytes=node.host_bytes // share)
 
 
 def _least_bytes(model: ModelShape, wanted: Wanted) -> int:
@@ -302,7 +317,10 @@ def purchases(model: ModelShape, node: Node, wanted: Wanted) -> list[Purchase]:
     if node.device_bytes is not None and node.device is DeviceKind.CUDA:
         options["GPUs with twice the memory"] = replace(node, device_bytes=2 * node.device_bytes)
     if node.host_bytes is not None:
-        options["twice the host memory"] = replace(node, host_bytes=2 * node.host_bytes)
+        whole = node.host_memory_bytes and 2 * node.host_memory_bytes
+        options["twice the host memory"] = replace(
+            node, host_bytes=2 * node.host_bytes, host_memory_bytes=whole
+        )
     if node.nvme_bytes:
         options["drives twice as large"] = replace(node, nvme_bytes=2 * node.nvme_bytes)
         options["drives twice as fast"] = replace(node, bandwidths=faster)

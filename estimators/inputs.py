@@ -51,6 +51,8 @@ class Node:
     """Memory of each device."""
     host_bytes: int | None = None
     """Host budget of the node; None holds everything that may rest there."""
+    host_memory_bytes: int | None = None
+    """All memory of the node, of which the host budget is a part; None is not looked at."""
     nvme_bytes: int | None = None
     bandwidths: Bandwidths = field(default_factory=lambda: bandwidths_of(None))
     drive_bytes: int | None = None

@@ -10,6 +10,10 @@
 # Afterwards, PYTHONPATH=.device-site python3 has the package.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if (($# > 1)) || [[ ${1:---cpu} != --cpu ]]; then
+  sed -n 's/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed 1d
+  exit 2
+fi
 
 if [[ ${1:-} == --cpu ]]; then
   # shellcheck source-path=SCRIPTDIR source=setup.sh

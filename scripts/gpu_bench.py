@@ -21,6 +21,7 @@ import importlib
 import importlib.util
 import io
 import json
+import math
 import pstats
 import statistics
 import sys
@@ -367,8 +368,9 @@ def check_peer(parser: argparse.ArgumentParser, path: Path) -> None:
     if not isinstance(found, dict):
         parser.error(f"--peer: {path} holds {type(found).__name__}, not an object as of a peer's")
     for name in ("gpu_peak_gb", "rss_peak_gb", "baseline_bytes"):
-        if not isinstance(found.get(name, 0), int | float):
-            parser.error(f"--peer: {name} in {path} must be a number, got {found[name]!r}")
+        size = found.get(name, 0)
+        if not isinstance(size, int | float) or not 0 <= size < math.inf:
+            parser.error(f"--peer: {name} in {path} must be a number from 0 on, got {size!r}")
     if "baseline_bytes" in found and "rss_peak_gb" not in found:
         parser.error(
             f"--peer: {path} has baseline_bytes, but not the rss_peak_gb that it is part of"

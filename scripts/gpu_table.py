@@ -96,13 +96,13 @@ def losses(ours: list[dict[str, float]], theirs: list[list[float]]) -> str:
 def peer_line(name: str, peer: dict[str, Any]) -> list[str]:
     """Return the cells of one run of the peer."""
     steps = [row[3] for row in peer["rows"][1:]]
-    baseline = peer["baseline_bytes"] / GB
+    baseline, rss = peer["baseline_bytes"] / GB, peer.get("rss_peak_gb")
     return [
         name,
-        f"{statistics.median(steps):.2f}",
-        f"{min(steps):.2f} to {max(steps):.2f}",
-        f"{peer['gpu_peak_gb']:.2f}",
-        f"{peer['rss_peak_gb'] - baseline:.2f} + {baseline:.2f}",
+        f"{statistics.median(steps):.2f}" if steps else "-",
+        f"{min(steps):.2f} to {max(steps):.2f}" if steps else "-",
+        beside(peer.get("gpu_peak_gb"), None),
+        f"{rss - baseline:.2f} + {baseline:.2f}" if rss is not None else "-",
         f"{peer['init_s']:.1f}" if "init_s" in peer else "-",
         " ".join(f"{row[4]:.4f}" for row in peer["rows"]),
     ]
@@ -117,9 +117,12 @@ def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for path in sorted(folder.glob("*.json")):
         try:
-            found[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+            outcome = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise SystemExit(f"{path} is not JSON ({error}): remove it, or run it again") from None
+        if not isinstance(outcome, dict):
+            raise SystemExit(f"{path} holds no outcome of a run, but {outcome!r:.40}: remove it")
+        found[path.stem] = outcome
     return found
 
 

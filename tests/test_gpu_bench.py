@@ -17,6 +17,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import gpu_chart  # noqa: E402
 import gpu_drive  # noqa: E402
+from gpu_groups import GROUPS  # noqa: E402
 from gpu_rows import GB, ROWS, Sizes, planned_device_bytes, within_peer  # noqa: E402
 from gpu_table import merge  # noqa: E402
 
@@ -118,7 +119,8 @@ def test_a_suite_says_what_failed_and_what_was_left_out(scratch: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[0].startswith("peer-nvme-lossy: failed with ")
     assert any(line.startswith("nvme-4gb-compact-lossy-peer: ") for line in lines)
-    assert any(line.startswith("nvme: left out, 260 s expected") for line in lines)
+    expected = f"nvme: left out, {GROUPS['nvme'].seconds:.0f} s expected"
+    assert any(line.startswith(expected) for line in lines)
     assert (scratch / "out.tgz").stat().st_size > 0
 
 
@@ -191,6 +193,15 @@ def test_peaks_of_rows_on_a_gpu(name: str, budget: int, measured: int) -> None:
 def test_a_result_that_was_cut_short_is_named(scratch: Path) -> None:
     (scratch / "host-exact.json").write_text('{"row": "host', encoding="utf-8")
     with pytest.raises(SystemExit, match=r"host-exact\.json is not JSON .* run it again"):
+        merge(scratch)
+
+
+def test_a_peer_of_one_step_has_a_line_and_what_is_no_outcome_is_named(scratch: Path) -> None:
+    peer = {"rows": [[0, 0, 0, 1.0, 5.0]], "baseline_bytes": 1000}
+    (scratch / "peer-host.json").write_text(json.dumps(peer), encoding="utf-8")
+    assert "| peer-host | - | - | - | - | - | 5.0000 |" in merge(scratch)
+    (scratch / "host.json").write_text("5", encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"host\.json holds no outcome of a run, but 5"):
         merge(scratch)
 
 

@@ -131,7 +131,7 @@ def _plan(options: argparse.Namespace, asked: Asked) -> int:
 
 def _fit(options: argparse.Namespace, asked: Asked) -> int:
     budget = budget_of(asked.host_memory_bytes, options.gpus)
-    node = replace(asked.node, host_bytes=budget)
+    node = replace(asked.node, host_bytes=budget, host_memory_bytes=asked.host_memory_bytes)
     if node.nvme_bytes is None:
         node = replace(node, nvme_bytes=0)
     wanted = Wanted(
@@ -173,9 +173,8 @@ def _remarks(
     found: Sequence[Choice],
 ) -> list[str]:
     """Return what is said beside the tables."""
-    more = [
-        f"Host memory: {asked.host_source}, {node.host_bytes} bytes of it for tiers.host_memory."
-    ]
+    budget = (found[0].inputs.node if found else node).host_bytes
+    more = [f"Host memory: {asked.host_source}, {budget} bytes of it for tiers.host_memory."]
     if not found:
         more.append(f"Nothing fits: {nearest_problem(asked.model, node, wanted)}.")
         if options.nvme is None:

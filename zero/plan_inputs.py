@@ -68,6 +68,7 @@ def ask(options: argparse.Namespace) -> Asked:
         gpus=options.gpus,
         count=options.nodes,
         device_bytes=gpu.memory_bytes or None if gpu is not None else None,
+        host_memory_bytes=given,
         nvme_bytes=parse_bytes(options.nvme) if options.nvme else None,
         bandwidths=_bandwidths(options, gpu),
         drive_bytes=_size(options.drive_size, "--drive-size"),
@@ -158,7 +159,9 @@ def plan_inputs(options: argparse.Namespace, asked: Asked) -> PlanInputs:
     inputs = _overridden(inputs, options)
     if inputs.node.host_bytes is None:
         budget = budget_of(asked.host_memory_bytes, inputs.node.gpus)
-        inputs = replace(inputs, node=replace(inputs.node, host_bytes=budget))
+        memory = asked.host_memory_bytes
+        node = replace(inputs.node, host_bytes=budget, host_memory_bytes=memory)
+        inputs = replace(inputs, node=node)
     return inputs
 
 

@@ -61,7 +61,7 @@ class Runtime:
 
         The parameters must have left, so that nothing keeps the memory that they rested in.
         """
-        self.scheduler.retire()
+        self.scheduler.remove(for_good=True)
         self.drop_gradients()
         self.store.close()
         for segment in self.segments:

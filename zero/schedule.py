@@ -100,17 +100,13 @@ class UnitScheduler:
                 self._reducer.register(self._queue_end_of_task, self._arrivals.note)
             )
 
-    def remove(self) -> None:
-        """Take all hooks off."""
+    def remove(self, *, for_good: bool = False) -> None:
+        """Take all hooks off; for good, those of a call that is under way do nothing."""
+        self._is_retired = self._is_retired or for_good
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._next.kept.drop_all()
-
-    def retire(self) -> None:
-        """Take all hooks off for good; those of a call that is under way do nothing."""
-        self.remove()
-        self._is_retired = True
 
     def hold(self, unit: Unit) -> None:
         """Unshard a unit for a `GatheredParameters` window."""

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from estimators import StateFormat, Tier
+from estimators.estimate import estimate
 from estimators.fit import (
     EXACT_FORMATS,
     Wanted,
@@ -22,7 +23,7 @@ from estimators.fit import (
     with_layers,
 )
 from estimators.hardware import bandwidths_of, parse_gpu
-from estimators.inputs import DeviceKind, Node
+from estimators.inputs import DeviceKind, Node, PlanInputs
 from estimators.models import model_of_config, preset
 from tests.support.transformers_models import VARIATIONS
 
@@ -97,6 +98,35 @@ def test_on_the_cpu_all_of_it_is_in_the_budget() -> None:
     assert found
     assert all(Tier.DEVICE not in (each.inputs.parameter_tier, each.inputs.optimizer_tier)
                for each in found)  # fmt: skip
+
+
+@pytest.mark.parametrize("gigabytes", [4, 8, 16])
+def test_on_the_cpu_what_a_device_would_hold_is_in_the_memory(gigabytes: int) -> None:
+    memory = gigabytes * 10**9
+    budget = budget_of(memory, 1)
+    node = replace(
+        machine(host=1, nvme=1000),
+        device=DeviceKind.CPU,
+        device_bytes=None,
+        host_bytes=budget,
+        host_memory_bytes=memory,
+    )
+    model = preset("gpt2-xl")
+    found = choices(model, node, Wanted(1024))
+    assert found and fits(model, node, Wanted(1024))
+    assert all(0 < each.estimate.host_bytes <= memory for each in found)
+    without = choices(model, replace(node, host_memory_bytes=None), Wanted(1024))
+    assert any(each.estimate.host_bytes > memory for each in without)
+    small = replace(node, host_bytes=budget_of(10**9, 1), host_memory_bytes=10**9)
+    assert not choices(model, small, Wanted(1024)) and not fits(model, small, Wanted(1024))
+    assert "bytes of host memory, it has 1000000000" in nearest_problem(model, small, Wanted(1024))
+
+
+def test_a_budget_above_the_memory_of_a_node_does_not_fit() -> None:
+    node = replace(machine(host=60, nvme=1000), host_memory_bytes=8 * 10**9)
+    inputs = PlanInputs(preset("gpt2-xl"), node, parameter_tier=Tier.HOST, optimizer_tier=Tier.HOST)
+    (problem,) = estimate(inputs).problems()
+    assert "it has 8000000000" in problem and problem.endswith("lower tiers.host_memory")
 
 
 @settings(max_examples=20, deadline=None)

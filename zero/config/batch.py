@@ -82,7 +82,13 @@ def _mismatch(
         for name, value in zip(given, resolved, strict=True)
     ]
     total, micro, steps = resolved
-    micro, steps = max(1, micro), max(1, steps)
+    if not micro or not steps:
+        least = max(1, micro) * max(1, steps) * world_size
+        others = {name: value for name, value in given.items() if name != TOTAL}
+        return ConfigError(
+            f"{TOTAL} is {total}, but {_sources(others, world_size)} need at least {least}; set"
+            f" {TOTAL} to {least} or more, or remove it: it is then derived"
+        )
     right = micro * steps * world_size
     other = max(1, round(total / (micro * world_size)))
     if micro * other * world_size == total:

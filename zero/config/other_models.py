@@ -210,7 +210,9 @@ class Compile(Section):
     """Compiler of the engine."""
 
     deepcompile: Annotated[bool, Switch()] = _off(
-        "compile ZeRO into the graph", "units are gathered by hooks", "call torch.compile yourself"
+        "compile ZeRO into the graph",
+        "units are gathered by hooks",
+        "compile what is inside of them: block.forward = torch.compile(block.forward)",
     )
     free_activation: Anything = detail("free activations", default=False)
     free_activation_threshold: Anything = detail("bytes of such an activation", default=10485760)

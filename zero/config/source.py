@@ -34,6 +34,8 @@ def read_source(
 def _read_text_source(
     source: str | os.PathLike[str],
 ) -> tuple[dict[str, Any], str, list[str]]:
+    if not os.fspath(source):
+        raise ConfigError("the path of the configuration file is empty; give a path, or a dict")
     path = Path(source)
     if isinstance(source, str) and not _exists(path):
         text = _decode_base64(source)
