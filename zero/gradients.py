@@ -178,23 +178,29 @@ class GradientReducer:
             self._make_room(segment)
             waiting = {self._all_segments[each].spec.unit_index for each in self._scratch}
             self._passing.make_room(is_crowded=bool(waiting - {0, segment.spec.unit_index}))
+            if self._held_with(segment) > self._store.plan.gradient_scratch_bytes:
+                self._passing.let_leave(0)  # earlier ones of this very unit, if it is the largest
             dtype = torch_dtype(segment.spec.gradient)
             scratch = self._store.device.zeros(segment.layout.padded_numel, dtype)
             self._arrived[segment.index] = set()
             self._scratch[segment.index] = scratch
-            held = sum(each.nbytes for each in self._scratch.values())
-            self._ledger.observe(GRADIENT_SCRATCH, held + self._passing.held_bytes)
+            self._ledger.observe(GRADIENT_SCRATCH, self._held_with(None))
         return scratch
+
+    def _held_with(self, segment: Segment | None) -> int:
+        """Return the bytes of all that waits or leaves, with room for one more segment."""
+        needed = _scratch_bytes(segment) if segment is not None else 0
+        held = sum(each.nbytes for each in self._scratch.values())
+        return needed + held + self._passing.held_bytes
 
     def _make_room(self, segment: Segment) -> None:
         """Reduce what waits for parameters that a step may not use at all, oldest first.
 
         Only one rank may do so when it likes: several reduce at the same time.
         """
-        needed = segment.layout.padded_numel * segment.spec.gradient.size_bytes
         while self._scratch and self._communicator.world_size == 1:
             held = sum(each.nbytes for each in self._scratch.values())
-            if held + needed <= self._store.plan.gradient_scratch_bytes:
+            if held + _scratch_bytes(segment) <= self._store.plan.gradient_scratch_bytes:
                 return
             self._reduce(self._all_segments[next(iter(self._scratch))])
 
@@ -241,6 +247,11 @@ class GradientReducer:
         self.norm.forget()
         self.kept.drop()
         self.shown.drop()
+
+
+def _scratch_bytes(segment: Segment) -> int:
+    """Return the bytes of all gradients of a segment, unsharded."""
+    return segment.layout.padded_numel * segment.spec.gradient.size_bytes
 
 
 def _union(

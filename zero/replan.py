@@ -174,6 +174,7 @@ def rebuild(
     try:
         _take_off(sources)
         old.retire()
+        old.store.ledger.peaks.clear()  # they are compared with what is planned
         runtime = build_runtime(blueprint, io, communicator, None, old.store.ledger)
         history.births = births
         _put_back(runtime, history, moved)

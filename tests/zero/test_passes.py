@@ -155,7 +155,7 @@ class Stack(nn.Module):
         return x
 
 
-def beside_a_device(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> zero.ZeroEngine:
+def beside_a_device(stack: nn.Module, monkeypatch: pytest.MonkeyPatch) -> zero.ZeroEngine:
     monkeypatch.setattr(zero.planning, "open_device", lambda _: SimulatedDevice(3))
     config = make_config(parameters="cpu", optimizer="cpu", host_memory="8MB")
     config["zero_optimization"].pop("stage3_max_reuse_distance")
@@ -204,6 +204,52 @@ def test_depths_that_change_leave_no_more_at_the_loss_than_is_planned(
         engine.backward(output.square().mean())
         engine.step()
     assert max(seen) == planned > 0
+    engine.destroy()
+
+
+class Wide(nn.Module):
+    """A wide block among others, each used twice: by itself, and in a backward inside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (1, 8, 1)
+        self.h = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, each * WIDTH), nn.Linear(each * WIDTH, WIDTH))
+            for each in widths
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.h:
+            x = checkpoint(block, block(x), use_reentrant=True)
+        return x
+
+
+def beyond_plan(engine: zero.ZeroEngine) -> list[str]:
+    lines = engine.memory_report()["lines"]
+    return [
+        each["what"] for each in lines if (each["actual_bytes"] or 0) > each["planned_bytes"] > 0
+    ]
+
+
+def test_gradients_of_a_block_used_twice_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = beside_a_device(Wide(), monkeypatch)
+    engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+    engine.step()
+    assert engine.ledger.peaks["gradients unsharded (peak)"] > 0
+    assert not beyond_plan(engine)
+    engine.destroy()
+
+
+def test_after_freezing_peaks_are_compared_with_the_new_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = beside_a_device(Stack(has_root=False), monkeypatch)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+        engine.step()
+        assert engine.ledger.peaks["gradients unsharded (peak)"] > 0
+        assert not beyond_plan(engine)
+        engine.module.h[1:].requires_grad_(requires_grad=False)
     engine.destroy()
 
 
