@@ -21,6 +21,7 @@ import platform
 import random
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,11 @@ from typing import Any
 
 import torch
 from torch import nn
+
+# With PYTHONSAFEPATH set, Python does not look for modules beside the script by itself.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from places import folder_option
 
 import zero
 from aio_ops import DataFile, HostArena, open_engine
@@ -272,7 +278,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="a folder on the disk; nothing is left in it")
+    parser.add_argument(
+        "folder", type=folder_option, help="a folder on the disk; nothing is left in it"
+    )
     parser.add_argument("--mega-parameters", type=int, default=128)
     parser.add_argument("--tiers", nargs="+", default=["cpu", "nvme"])
     parser.add_argument("--rounds", type=int, default=4)

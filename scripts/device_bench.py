@@ -11,6 +11,7 @@ link: if everything overlaps, the device costs nothing.
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+
+# With PYTHONSAFEPATH set, Python does not look for modules beside the script by itself.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from places import folder_option
 
 from aio_ops import DeviceMover, DeviceSpan, PinnedArena, Ticket, open_engine
 from aio_ops.native_engine import NativeEngine
@@ -131,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=folder_option)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--mebibytes", type=int, default=512, help="read, and written, by a trip")
     parser.add_argument("--json", type=Path)

@@ -22,6 +22,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+# With PYTHONSAFEPATH set, Python does not look for modules beside the script by itself.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from places import folder_option
+
 import zero
 from zero.durable import DurableRun
 
@@ -121,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("path", type=Path, help="a directory on the disk")
+    parser.add_argument("path", type=folder_option, help="a directory on the disk")
     parser.add_argument("--layers", type=int, default=80, help="layers of 262,656 parameters")
     parser.add_argument("--steps", type=int, default=6, help="steps of each run, the first is left")
     parser.add_argument("--json", type=Path, help="a file for the numbers")

@@ -48,6 +48,7 @@ from io_bench_tools import (
     run,
     transparent_hugepages,
 )
+from places import folder_option
 
 from aio_ops import probe
 
@@ -144,7 +145,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=folder_option)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--mebibytes", type=int, default=640, help="moved by one run")
     parser.add_argument("--transfer-mebibytes", type=int, nargs="+", default=[1, 4, 16])

@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import plan_models  # noqa: E402
+from places import folder_option  # noqa: E402
 from plan_rates import DriveProbe, MachineRates  # noqa: E402
 
 import zero  # noqa: E402
@@ -395,7 +396,7 @@ def chosen(options: argparse.Namespace) -> list[Case]:
     """Return the cases that were asked for."""
     return [
         case
-        for case in cases(options.device, options.directory, quick=options.quick)
+        for case in cases(options.device, str(options.directory), quick=options.quick)
         if (not options.only or options.only in f"{case.name}, {case.placement}")
         and (not options.placement or case.placement in options.placement)
     ]
@@ -434,7 +435,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("directory")
+    parser.add_argument("directory", type=folder_option)
     parser.add_argument("--case", metavar="JSON", help="one case, in this process")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", metavar="TEXT", help="cases whose name or placement has it")

@@ -29,6 +29,7 @@ from rich.table import Table
 # With PYTHONSAFEPATH set, Python does not look for modules beside the script by itself.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from places import folder_option
 from step_bench_limit import Limit, measure_limit
 
 from aio_ops import Engine, open_engine
@@ -299,7 +300,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=folder_option)
     parser.add_argument("--parameters", type=int, default=64 << 20)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--state-format", choices=("exact", "fp32"), default="exact")

@@ -22,6 +22,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+# With PYTHONSAFEPATH set, Python does not look for modules beside the script by itself.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from places import json_option
+
 import zero
 from aio_ops.tune.bench import Allowance, Bench
 from aio_ops.tune.settings import Setting, Workload
@@ -37,7 +42,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config", type=Path, help="a configuration that --apply has changed")
+    parser.add_argument("config", type=json_option, help="a configuration that --apply has changed")
     parser.add_argument("--layers", type=int, default=64, help="of 4.2 M parameters (default 64)")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--host-memory", default="600MB", help="the budget (default 600MB)")

@@ -343,3 +343,50 @@ def found(command: str) -> str:
     path = shutil.which(command)
     assert path is not None
     return path
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "checkpoint_bench.py",
+        "device_bench.py",
+        "durable_bench.py",
+        "io_bench.py",
+        "plan_check.py",
+        "step_bench.py",
+    ],
+)
+def test_a_folder_that_is_not_there_ends_in_a_line(script: str, tmp_path: Path) -> None:
+    assert_refused_by(script, tmp_path / "none", f"there is no folder {tmp_path / 'none'}")
+
+
+def test_a_configuration_that_is_none_ends_in_a_line(tmp_path: Path) -> None:
+    for text, reason in (("{", "is not JSON"), ("[]", "holds list, not an object")):
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        assert_refused_by("tune_check.py", tmp_path / "config.json", reason)
+    assert_refused_by("tune_check.py", tmp_path / "none.json", "cannot be read: No such file")
+
+
+def assert_refused_by(script: str, place: Path, reason: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / script), str(place)],
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert reason in done.stderr.splitlines()[-1]
+
+
+def test_the_smoke_test_refuses_other_options() -> None:
+    done = subprocess.run(
+        [found("bash"), str(SCRIPTS / "device_smoke.sh"), "--foo"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "scripts/device_smoke.sh --cpu" in done.stdout

@@ -25,16 +25,24 @@ its scratch files have no name, and the kernel frees them however the process en
 exit status: 0 tuned; 1 a directory or file cannot be used; 2 wrong options; 130 interrupted
 """
 _DRIVE_BYTES = 600e12  # what a common 1 TB drive is warranted to have written
-_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_UNITS = {
+    **{f"{letter}{suffix}": 1 << 10 * power for power, letter in enumerate("KMGT", 1)
+       for suffix in ("", "IB")},
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
+}  # fmt: skip
 
 
 def size(text: str) -> int:
-    """Return the bytes of a size such as 400M, in binary units as the field writes them."""
-    digits, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    """Return the bytes of a size: 400M or 400MiB in binary units, as the field writes, or 20GB."""
+    digits = text.rstrip("kmgtibKMGTIB ")
+    unit = text[len(digits) :].strip().upper()
     try:
         value = int(float(digits) * (_UNITS[unit] if unit else 1))
-    except (KeyError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write one such as 400M") from None
+    except (KeyError, ValueError, OverflowError):
+        wanted = "400M (binary), 20GB or 20GiB"
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; write one such as {wanted}"
+        ) from None
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size above zero")
     return value

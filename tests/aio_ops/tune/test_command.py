@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aio_ops.tune import report
+from aio_ops.tune import command, report
 from aio_ops.tune.tuner import Request, tune
 from tests.aio_ops.disks import storage_bytes
 
@@ -199,3 +199,9 @@ def test_the_picture_is_labelled_and_nothing_overlaps(disk: Path, tmp_path: Path
     assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
     (figure,) = figures
     assert_tidy(figure, 5)
+
+
+def test_sizes_are_read_in_binary_and_decimal_units() -> None:
+    texts = ("400M", "400MiB", "20GB", "1KB", "1.5k", "7")
+    expected = [400 << 20, 400 << 20, 20 * 10**9, 1000, 1536, 7]
+    assert [command.size(text) for text in texts] == expected

@@ -237,6 +237,7 @@ def test_the_path_to_a_gpu(run: Run, disk: Path, tmp_path: Path) -> None:
         ([], "name a directory"),
         (["{dir}", "--no_read", "--no_write"], "leave nothing to measure"),
         (["{dir}", "--io_size", "12Q"], "write one such as 400M"),
+        (["{dir}", "--max-write", "infGB"], "write one such as 400M (binary), 20GB"),
         (["{dir}", "--seconds", "0"], "cannot be used"),
         (["{dir}", "--report", "x.pdf"], "must end in .png or .html"),
         (["{dir}", "--loops", "0"], "at least one round"),
