@@ -237,8 +237,14 @@ class MemoryPlan(DurableBytes, UnshardedBytes):
 
     @cached_property
     def gradient_scratch_bytes(self) -> int:
-        """Peak bytes of unsharded gradients on their way to their shards."""
-        return self.gradient_bytes(2)
+        """Peak bytes of unsharded gradients on their way to their shards.
+
+        Several ranks reduce those of a unit when its backward ends, which hooks of units that move
+        tell. In stages 0 to 2 none moves, and all gradients wait for the end of the whole backward.
+        """
+        request = self.request
+        waits = request.replicates and request.world_size > 1
+        return self.gradient_bytes(len(request.segments) if waits else 2)
 
     @property
     def collective_scratch_bytes(self) -> int:

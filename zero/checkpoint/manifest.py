@@ -59,6 +59,9 @@ DTYPES = {
     "U8": torch.uint8,
     "U16": torch.uint16,
     "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
 }
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 

@@ -135,3 +135,33 @@ def test_a_resumed_run_has_the_bits_of_one_never_stopped(case: str, scratch: Pat
     assert_same(states(engine), whole)
     assert engine.global_steps == STEPS
     engine.destroy()
+
+
+def test_buffers_of_any_type_that_files_hold_come_back(scratch: Path) -> None:
+    class Turned(nn.Module):
+        def __init__(self, start: float) -> None:
+            super().__init__()
+            self.q = nn.Linear(8, 8)
+            turns = torch.polar(torch.ones(5, 4), torch.full((5, 4), start))
+            self.register_buffer("turns", turns)
+            self.register_buffer("seen", torch.arange(3).to(torch.uint32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pairs = torch.view_as_complex(self.q(x).unflatten(-1, (4, 2)).contiguous())
+            return torch.view_as_real(pairs * self.turns).square().mean()
+
+    def make(start: float) -> zero.ZeroEngine:
+        torch.manual_seed(0)
+        return zero.initialize(model=Turned(start), config=make_config())[0]
+
+    engine = make(0.5)
+    engine.backward(engine(torch.ones(2, 5, 8)))
+    engine.step()
+    engine.save_checkpoint(str(scratch), tag="t")
+    other = make(0.25)
+    other.load_checkpoint(str(scratch), tag="t")
+    assert torch.equal(other.module.turns, engine.module.turns)
+    assert other.module.seen.dtype is torch.uint32
+    assert other.module.seen.tolist() == [0, 1, 2]
+    for each in (engine, other):
+        each.destroy()
