@@ -33,9 +33,11 @@ class Arrivals:
         self._release = release
         self._arrived: dict[tuple[int, int], set[tuple[int, int]]] = {}
         """Segments and positions in them, by graph task and unit."""
+        self._has_any = False
 
     def note(self, segment: Segment, position: int) -> None:
         """Take note of the gradient of a parameter; release its unit if that was the last one."""
+        self._has_any = True
         unit = self._units[segment.spec.unit_index]
         task = torch._C._current_graph_task_id()
         ending = [
@@ -53,6 +55,11 @@ class Arrivals:
             del unit.backward_tokens[token]
         self._release(unit)
 
+    def take_any(self) -> bool:
+        """Tell whether any gradient has arrived since this was asked before."""
+        found, self._has_any = self._has_any, False
+        return found
+
     def end_of_task(self, task: int) -> None:
         """Forget what has arrived in a graph task."""
         for key in [key for key in self._arrived if key[0] == task]:
@@ -61,6 +68,7 @@ class Arrivals:
     def reset(self) -> None:
         """Forget what an interruption has left."""
         self._arrived.clear()
+        self._has_any = False
 
 
 def _gradient_count(unit: Unit) -> int:

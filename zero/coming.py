@@ -35,6 +35,8 @@ class ComingParameters:
         """If it is kept from an earlier use: the version of this rank's shards then."""
         self.may_come = True
         """Whether every rank's shard is in memory, so that it can be exchanged ahead."""
+        self.all_read = False
+        """Whether each rank reads some of the unit from a drive, so that all keep it alike."""
 
     @property
     def is_kept(self) -> bool:
@@ -121,10 +123,9 @@ class UnitAhead:
 
 
 def let_come(units: Sequence[Unit], store: Store, communicator: Communicator) -> None:
-    """Find out of which segments no rank pages anything; a collective.
+    """Find out of which segments no rank pages anything, and of which units all do; a collective.
 
-    Several ranks look at whole units: one of which a rank pages a part may be kept there alone, and
-    what is kept does not come.
+    Several ranks look at whole units, so that all of them do alike.
 
     Where ranks take turns for experts, each comes to units in an order of its own, so nothing is
     exchanged ahead.
@@ -140,10 +141,12 @@ def let_come(units: Sequence[Unit], store: Store, communicator: Communicator) ->
         [pages_parameters(store, segment.index) for segment in segments], device="cpu"
     )
     by_rank = communicator.gather_rows(pages)
-    any_pages = dict(zip((each.index for each in segments), by_rank.any(0).tolist(), strict=True))
+    places = {segment.index: place for place, segment in enumerate(segments)}
     for unit in units:
-        of_unit = [any_pages[segment.index] for segment in unit.segments]
+        rows = by_rank[:, [places[segment.index] for segment in unit.segments]]
+        of_unit = rows.any(0).tolist()
         for segment, pages_here in zip(unit.segments, of_unit, strict=True):
+            segment.coming.all_read = bool(rows.any(1).all())
             segment.coming.may_come = not (
                 any(of_unit) if communicator.world_size > 1 else pages_here
             )

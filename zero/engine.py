@@ -176,6 +176,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         try:
             if reducer is not None:
                 reducer.shown.withdraw()  # or autograd adds the first gradient to what is shown
+            self._runtime.scheduler.expect_backward(scaled)
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
             self._runtime.scheduler.recover(announce=False, has_failed=True)

@@ -14,7 +14,7 @@ What is kept goes at the end of a backward, of a forward without gradients, and 
 [Note: at the loss] Between a forward and its backward the memory of a device that is not the host
 is often fullest: all activations are there, and several copies of the logits. So a unit whose next
 use is in the backward is not kept on such a device, unless it is the root unit, that use is the
-very next one of a model whose root unit does not move, or this rank would read a drive for it. Nor
+very next one of a model whose root unit does not move, or each rank would read a drive for it. Nor
 is a unit copied ahead from a forward for the backward, or while the loss of the model, a scalar, is
 all that the backward has reached. A tensor of one element is no scalar: with one sample a rank may
 have that where the others have more, and ranks must do alike. The plan counts what is there, see
@@ -150,7 +150,8 @@ class KeptUnits:
             at: index of the unit.
             is_first: whether the backward uses it first.
         """
-        return at == 0 or at in self.paged or (is_first and not self._units[0].moves)
+        reads = any(segment.coming.all_read for segment in self._units[at].segments)
+        return at == 0 or reads or (is_first and not self._units[0].moves)
 
     def _distance_of(self, at: int) -> int:
         """Return the elements of others before the next use, more than the limit if not near."""

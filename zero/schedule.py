@@ -50,6 +50,7 @@ class UnitScheduler:
     ) -> None:
         self.units = tuple(units)
         self._store = store
+        self._communicator = communicator
         self._reducer = reducer
         self._turns = ExpertTurns(units, store, reducer, communicator)
         self._guard = SavedTensorGuard(self._require_for_backward)
@@ -63,10 +64,10 @@ class UnitScheduler:
         self._phase = Phase.FORWARD
         """Of the forward that runs or ran."""
         self._is_in_model = False
-        """Whether a forward of the model has begun, and no backward has ended since."""
+        """Whether a forward of the model runs, whose root unit may have no hooks."""
         self._unsharded: dict[int, Unit] = {}
         """Units that move and are unsharded, by index: few of them, whatever the model's depth."""
-        self._next = Prefetcher(self.units, store, limits, self._unsharded)
+        self.prefetcher = Prefetcher(self.units, store, limits, self._unsharded)
         self._is_retired = False
         self.on_resize: Callable[[Any], None] | None = None
         """Gives a parameter of this runtime another shape."""
@@ -93,7 +94,9 @@ class UnitScheduler:
                     )
                 )
         self._handles.append(
-            self.units[0].module.register_forward_hook(ModuleHook(self._after_model))
+            self.units[0].module.register_forward_hook(
+                ModuleHook(self._after_model), always_call=True
+            )
         )
         if self._reducer is not None:
             self._handles.extend(
@@ -106,7 +109,7 @@ class UnitScheduler:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._next.kept.drop_all()
+        self.prefetcher.kept.drop_all()
 
     def hold(self, unit: Unit) -> None:
         """Unshard a unit for a `GatheredParameters` window."""
@@ -121,10 +124,6 @@ class UnitScheduler:
         """End a `GatheredParameters` window."""
         unit.gather_depth -= 1
         self._release(unit)
-
-    def drop_ahead(self) -> None:
-        """Free what has come to a device ahead of its use."""
-        self._next.ahead.drop(self._store)
 
     def begin_forward(self, *, of_model: bool) -> None:
         """Drop what a failed backward has left, unless a forward or a backward runs.
@@ -149,7 +148,7 @@ class UnitScheduler:
         self._turns.reset()
         self._arrivals.reset()
         self._guard.pop_all()
-        self.drop_ahead()
+        self.prefetcher.ahead.drop(self._store)
         self._forward_thread = None
         self._is_in_model = False
         if failed or self._forwards:
@@ -160,7 +159,7 @@ class UnitScheduler:
                 unit.forward_depth = 0
                 self._tokens[unit.index].clear()
                 self._release(unit)
-        self._next.end_pass()
+        self.prefetcher.end_pass()
         self._forwards = 0
         if failed and announce:
             warnings.warn(
@@ -220,7 +219,7 @@ class UnitScheduler:
         in_backward = torch._C._current_graph_task_id() != -1
         self._release(unit, is_recomputed=in_backward)
         if not (self._forwards or in_backward or self._is_in_model):
-            self._next.end_forward(has_backward=torch.is_grad_enabled())
+            self.prefetcher.end_forward(has_backward=torch.is_grad_enabled())
         return output
 
     def _after_model(self, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -228,10 +227,13 @@ class UnitScheduler:
         in_backward = torch._C._current_graph_task_id() != -1
         if self._is_retired or self._forwards or in_backward:
             return
-        has_backward = torch.is_grad_enabled()
-        self._next.end_forward(has_backward=has_backward, of_model=True)
-        self._is_in_model = self._is_in_model and has_backward
-        for tensor in tensors_in(output):
+        self.prefetcher.end_forward(has_backward=torch.is_grad_enabled(), of_model=True)
+        self._is_in_model = False
+        self.expect_backward(output)
+
+    def expect_backward(self, outputs: Any) -> None:
+        """Be told when a backward comes to tensors in `outputs`, see [Note: graph tasks]."""
+        for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(ModuleHook(self._enter_backward))
 
@@ -275,10 +277,10 @@ class UnitScheduler:
 
     def _acquire(self, unit: Unit, phase: Phase, *, is_loss: bool = False) -> None:
         self._unshard(unit)
-        self._next.note_use(unit, phase, is_loss=is_loss)
+        self.prefetcher.note_use(unit, phase, is_loss=is_loss)
 
     def _unshard(self, unit: Unit) -> None:
-        self._next.kept.make_room(unit)
+        self.prefetcher.kept.make_room(unit)
         if not self._turns.gather(unit):
             unit.unshard(self._store)
         if unit.moves:
@@ -289,7 +291,7 @@ class UnitScheduler:
         if not unit.is_held:
             self._guard.forget(unit)
             self._unsharded.pop(unit.index, None)
-            self._next.kept.reshard(
+            self.prefetcher.kept.reshard(
                 unit, may_keep=not self._turns.take(unit), is_recomputed=is_recomputed
             )
 
@@ -302,7 +304,7 @@ class UnitScheduler:
             self._reducer.hooks.move_back()
         is_first = not self._tasks.has_signs
         self._tasks.has_signs = True
-        if is_first and not self._next.reads and self.on_backward_begin is not None:
+        if is_first and not self.prefetcher.reads and self.on_backward_begin is not None:
             self.on_backward_begin()
 
     def _end_of_task(self, task: int) -> None:
@@ -323,9 +325,9 @@ class UnitScheduler:
         had_signs, self._tasks.has_signs = self._tasks.has_signs, False
         if not had_signs:
             return
-        self._next.end_pass()
-        self._is_in_model = False
-        if self._reducer is not None:
+        self.prefetcher.end_pass()
+        has_gradients = self._arrivals.take_any() or self._communicator.world_size > 1
+        if self._reducer is not None and has_gradients:
             self._reducer.flush()
-        if self.on_backward_end is not None:
+        if self.on_backward_end is not None and has_gradients:
             self.on_backward_end()

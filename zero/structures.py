@@ -21,9 +21,18 @@ def _children(item: Any) -> Iterator[Any]:
         return
     if hasattr(item, "__dict__"):
         yield from vars(item).values()
-    for name in getattr(type(item), "__slots__", ()):
+    for name in _slots_of(type(item)):
         if hasattr(item, name):
             yield getattr(item, name)
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    """Yield the attributes that a class and those it derives from keep in slots."""
+    for each in kind.__mro__:
+        slots = vars(each).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            yield f"_{each.__name__.lstrip('_')}{name}" if is_private else name
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -63,7 +72,7 @@ def cloned(value: Any, storages: set[int]) -> Any:
     if isinstance(value, dict):
         for key, item in value.items():
             twin[key] = cloned(item, storages)
-    for name in (*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())):
+    for name in (*getattr(value, "__dict__", ()), *_slots_of(type(value))):
         if hasattr(value, name):
             object.__setattr__(twin, name, cloned(getattr(value, name), storages))
     return twin

@@ -29,7 +29,7 @@ def run_update(
     segments, store, reducer = runtime.segments, runtime.store, runtime.reducer
     whole = optimizer.fused if isinstance(optimizer.fused, WholeOptimizer) else None
     scalars = optimizer.scalars(step, grad_scale, groups) if whole is None else []
-    runtime.scheduler.drop_ahead()
+    runtime.scheduler.prefetcher.ahead.drop(store)
     for segment in segments:
         segment.commit(store)
     if whole is not None:

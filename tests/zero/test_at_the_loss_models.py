@@ -264,10 +264,10 @@ def test_blocks_around_experts_in_memory_are_not_kept_over_the_loss(
         assert found["kept"] == {"<root>": 1}
 
 
-def test_a_rank_keeps_over_the_loss_what_its_own_plan_says(
+def test_ranks_keep_over_the_loss_what_all_of_them_read(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank has all parameters in memory, the other reads them from a drive."""
+    """One rank has all parameters in memory, the other reads them from a drive: both keep alike."""
 
     def work(rank: int) -> dict[str, Any]:
         own = scratch / str(rank)
@@ -275,11 +275,11 @@ def test_a_rank_keeps_over_the_loss_what_its_own_plan_says(
         return trained(own, monkeypatch, both, "nvme", on_host=(10**9, 0)[rank])
 
     in_memory, on_drive = on_ranks(work, 2, scratch)
-    kept = ["<root>", *BLOCKS[-3:]]
-    there = sum(on_drive["full"][name] for name in kept)
-    assert on_drive["at the loss"] == 2 * [[there, kept]]
-    assert on_drive["planned"] == there
+    assert on_drive["at the loss"] == in_memory["at the loss"]
     assert in_memory["at the loss"] == 2 * [[in_memory["planned"], ROOT_ALONE]]
+    assert on_drive["planned"] == sum(
+        on_drive["full"][name] for name in [*ROOT_ALONE, *BLOCKS[-3:]]
+    )
     assert in_memory["bits"][0] == on_drive["bits"][0]
 
 

@@ -5,6 +5,8 @@ Blocks alone get gradients here, so that nothing but them and the model's output
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from offload import pages_parameters
 from tests.support.at_the_loss import LAYERS, WIDTH, WORDS, Block
 from tests.support.configs import make_config
 from tests.support.fork_ranks import on_ranks
+from tests.support.launch import run_worker
 from tests.support.observe import digest, full_parameters
 from tests.support.simulated_device import SimulatedDevice
 
@@ -129,11 +132,77 @@ def test_a_backward_that_fails_before_the_model_drops_its_window(scratch: Path, 
     engine.destroy()
 
 
-def test_the_gradient_of_an_input_alone_is_no_micro_batch(scratch: Path) -> None:
-    engine = make_engine(nn.Sequential(Block(), Block()), scratch)
+@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_gradient_of_an_input_alone_is_no_micro_batch(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, tier: str, *, on_device: bool
+) -> None:
+    if on_device:
+        monkeypatch.setattr(zero.planning, "open_device", lambda _: SimulatedDevice(3))
+    engine = make_engine(nn.Sequential(Block(), Block()), scratch, tier)
     x = torch.ones(2, WIDTH).requires_grad_()
-    torch.autograd.grad(engine(x).square().mean(), x)
-    assert engine.micro_steps == 0
+    for steps in (0, 1):
+        (slope,) = torch.autograd.grad(engine(x).square().mean(), x)
+        assert engine.micro_steps == steps and slope.any()
+        engine.backward(engine(x + slope.sign()).square().mean())
+        engine.step()
+        assert engine.global_steps == steps
+    engine.destroy()
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu"])
+def test_backwards_nested_deeper_than_autograds_own_stack_are_one(tier: str) -> None:
+    done = run_worker("nested.py", tier, timeout_s=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts, norm, wanted = json.loads(done.stdout)
+    assert counts == [1, 2, 1]
+    assert norm == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # within another
+@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("how", ["blocks", "whole"])
+def test_nested_backwards_of_a_loss_beside_the_outputs_are_one(
+    scratch: Path, tier: str, how: str
+) -> None:
+    engine = make_engine(Adapted(), scratch, tier)
+    for number in (1, 2):
+        x = torch.ones(2, WIDTH).requires_grad_()
+        if how == "blocks":
+            y = x
+            for block in engine.module.h:
+                y = checkpoint(block, y, use_reentrant=True)
+            loss = y.square().mean()
+        else:
+            parts = [checkpoint(engine, part, use_reentrant=True) for part in (x, 2 * x, 3 * x)]
+            loss = torch.stack(parts).sum()
+        engine.backward(loss)
+        engine.step()
+        assert (engine.micro_steps, engine.global_steps) == (number, number // 2)
+    engine.destroy()
+
+
+@dataclass(slots=True)
+class Output:
+    logits: torch.Tensor
+
+
+@dataclass(slots=True)
+class NamedOutput(Output):
+    name: str
+
+
+def test_outputs_are_seen_in_slots_of_a_base_class(scratch: Path) -> None:
+    class Slotted(Adapted):
+        def forward(self, x: torch.Tensor) -> Any:
+            return NamedOutput(super().forward(x), "name")
+
+    fp16 = {"enabled": True, "initial_scale_power": 4}
+    engine = make_engine(Slotted(), scratch, fp16=fp16)
+    for steps in (0, 1):
+        engine.scale(engine(torch.ones(2, WIDTH).half()).logits).backward()
+        engine.step()
+        assert engine.global_steps == steps
     engine.destroy()
 
 
@@ -186,6 +255,11 @@ def test_nothing_is_left_after_a_forward_without_gradients(
                     y = block(y)
             assert live(engine) == 0
     assert engine.ledger.snapshot().minus(before).copied_bytes["in"] > 0
+    engine(x)  # no backward follows
+    with torch.no_grad():
+        for block in stack.h:
+            x = block(x)
+    assert live(engine) == 0
     engine.destroy()
 
 
@@ -304,3 +378,33 @@ def test_ranks_do_alike_where_one_reads_a_part_of_a_block(
     assert not any(nothing)
     by_block = zip(some[1::2], some[2::2], strict=True)
     assert any(one != other for one, other in by_block)
+
+
+def test_ranks_do_alike_in_loops_that_change(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept over the loss is kept by both ranks, though one of them reads no drive."""
+    monkeypatch.setattr(zero.planning, "open_device", lambda _: SimulatedDevice(3))
+
+    def work(rank: int) -> str:
+        stack = Stack(has_root=True)
+        for number, parameter in enumerate(stack.parameters()):
+            nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
+        config = make_config(
+            parameters="nvme", optimizer="nvme", nvme_path=str(scratch), host_memory="4MB"
+        )
+        section = config["zero_optimization"]
+        section["offload_param"]["max_in_cpu"] = (10**9, 3000)[rank]
+        section.pop("stage3_max_reuse_distance")
+        engine, _, _, _ = zero.initialize(model=stack, config=config)
+        for loops in (1, 2, 3, 2, 1, 2, 3, 2):
+            stack.loops = loops
+            engine.backward(engine(torch.full((2, WIDTH), 1.0 + rank)).square().mean())
+            engine.step()
+        assert bool(engine.ledger.snapshot().bytes_by_class["nvme read parameter"]) == bool(rank)
+        found = digest(full_parameters(engine))
+        engine.destroy()
+        return found
+
+    one, other = on_ranks(work, 2, scratch)
+    assert one == other
