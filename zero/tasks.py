@@ -2,9 +2,9 @@
 
 [Note: graph tasks] Autograd tells when a graph task ends to whoever was inside it. All that the
 parameters of a checkpointed model get may arrive in nested tasks, so the outer one is entered where
-the backward of the model begins, at its outputs, and at the loss that `engine.backward` gets. Entering
-says nothing yet: who asks for the gradient of an input alone goes through the outputs as well. Only
-gradients and units that are needed are signs of a backward.
+the backward of the model begins, at its outputs, and at the loss that `engine.backward` gets.
+Entering says nothing yet: who asks for the gradient of an input alone goes through the outputs as
+well. Only gradients and units that are needed are signs of a backward.
 """
 
 from __future__ import annotations
