@@ -124,7 +124,7 @@ def test_destroy_gives_memory_back(scratch: Path) -> None:
     assert found["least_read"] > 0
     assert after["descriptors"] == before["descriptors"]
     assert after["threads"] == before["threads"]
-    # The heap of the process has a plateau of some megabytes. Slots and residents of a cycle are
-    # 300 KB: kept, they would be four times as much as this.
-    assert after["bytes"] - before["bytes"] < 8 << 20
+    # The heap of the process has a plateau of 8 to 10 MB, after 200 cycles as after 100. Slots and
+    # residents of a cycle are 300 KB: kept, they would be twice as much as this.
+    assert after["bytes"] - before["bytes"] < 15 << 20
     assert list(scratch.iterdir()) == []
