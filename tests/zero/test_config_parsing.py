@@ -414,6 +414,14 @@ def test_batch_errors_name_sources_and_two_ways_out() -> None:
         resolve_batch(32, 4, 2, 2)
     with pytest.raises(ConfigError, match=r"to 6, or remove train_batch_size and write train_mic"):
         resolve_batch(7, None, None, 2)
+    with pytest.raises(ConfigError, match=r"is 7, but train_micro.* = 8 .* need at least 8; set"):
+        resolve_batch(7, 8, None, 1)
+    with pytest.raises(
+        ConfigError, match=r"is 1, but .* need at least 8; set train_batch_size to 8"
+    ):
+        resolve_batch(1, None, 4, 2)
+    with pytest.raises(ConfigError, match="path of the configuration file is empty"):
+        load_config("")
     with pytest.raises(ConfigError, match="both missing"):
         resolve_batch(None, None, 4, 1)
     with pytest.raises(ConfigError, match="world_size must be at least 1, got 0"):

@@ -79,7 +79,7 @@ def train(engine: zero.ZeroEngine, micro_batches: int, x: torch.Tensor) -> list[
     """Return how many steps were taken after each micro-batch."""
     steps = []
     for _ in range(micro_batches):
-        engine.backward(engine(x))
+        engine.backward(engine(x).square().mean())
         engine.step()
         steps.append(engine.global_steps)
     return steps
@@ -408,3 +408,21 @@ def test_ranks_do_alike_in_loops_that_change(
 
     one, other = on_ranks(work, 2, scratch)
     assert one == other
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_several_ranks_plan_all_gradients_where_nothing_moves(scratch: Path, stage: int) -> None:
+    """They are exchanged when the backward ends."""
+
+    def work(_rank: int) -> tuple[int, int, list[str]]:
+        engine = make_engine(Stack(has_root=True), scratch, stage=stage)
+        train(engine, 2, torch.ones(2, WIDTH))
+        seen = engine.ledger.peaks["gradients unsharded (peak)"]
+        found = seen, engine.plan.memory.gradient_scratch_bytes, beyond_plan(engine)
+        engine.destroy()
+        return found
+
+    whole = 4 * sum(each.numel() for each in Stack(has_root=True).parameters())
+    for seen, planned, beyond in on_ranks(work, 2, scratch):
+        assert whole <= seen <= planned
+        assert not beyond
