@@ -93,8 +93,10 @@ def choices(model: ModelShape, node: Node, wanted: Wanted) -> list[Choice]:
         return []
     found: list[Choice] = []
     for split in _splits(node):
-        placed = _placed(model, split, wanted)
-        found = found or [choice for each in placed for choice in _batches(*each, wanted)]
+        for placed in _placed(model, split, wanted):
+            found += _batches(*placed, wanted)
+        if found:
+            break
     return sorted(found, key=lambda choice: (-choice.tokens_per_second, _rank(choice)))
 
 

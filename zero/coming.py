@@ -35,8 +35,6 @@ class ComingParameters:
         """If it is kept from an earlier use: the version of this rank's shards then."""
         self.may_come = True
         """Whether every rank's shard is in memory, so that it can be exchanged ahead."""
-        self.all_read = False
-        """Whether each rank reads some of the unit from a drive, so that all keep it alike."""
 
     @property
     def is_kept(self) -> bool:
@@ -143,13 +141,11 @@ def let_come(units: Sequence[Unit], store: Store, communicator: Communicator) ->
     by_rank = communicator.gather_rows(pages)
     places = {segment.index: place for place, segment in enumerate(segments)}
     for unit in units:
-        rows = by_rank[:, [places[segment.index] for segment in unit.segments]]
-        of_unit = rows.any(0).tolist()
-        for segment, pages_here in zip(unit.segments, of_unit, strict=True):
-            segment.coming.all_read = bool(rows.any(1).all())
-            segment.coming.may_come = not (
-                any(of_unit) if communicator.world_size > 1 else pages_here
-            )
+        of_unit = by_rank[:, [places[segment.index] for segment in unit.segments]]
+        unit.is_read_by_all = bool(of_unit.any(1).all())
+        for segment, pages in zip(unit.segments, of_unit.T, strict=True):
+            is_read = pages if communicator.world_size == 1 else of_unit
+            segment.coming.may_come = not is_read.any()
 
 
 def agree_on(segment: Segment, *, is_ready: bool = False) -> bool:

@@ -178,20 +178,20 @@ class GradientReducer:
             self._make_room(segment)
             waiting = {self._all_segments[each].spec.unit_index for each in self._scratch}
             self._passing.make_room(is_crowded=bool(waiting - {0, segment.spec.unit_index}))
-            if self._held_with(segment) > self._store.plan.gradient_scratch_bytes:
+            room = self._store.plan.gradient_scratch_bytes - self._held_bytes
+            if _scratch_bytes(segment) > room:
                 self._passing.let_leave(0)  # earlier ones of this very unit, if it is the largest
             dtype = torch_dtype(segment.spec.gradient)
             scratch = self._store.device.zeros(segment.layout.padded_numel, dtype)
             self._arrived[segment.index] = set()
             self._scratch[segment.index] = scratch
-            self._ledger.observe(GRADIENT_SCRATCH, self._held_with(None))
+            self._ledger.observe(GRADIENT_SCRATCH, self._held_bytes)
         return scratch
 
-    def _held_with(self, segment: Segment | None) -> int:
-        """Return the bytes of all that waits or leaves, with room for one more segment."""
-        needed = _scratch_bytes(segment) if segment is not None else 0
-        held = sum(each.nbytes for each in self._scratch.values())
-        return needed + held + self._passing.held_bytes
+    @property
+    def _held_bytes(self) -> int:
+        """Bytes of all unsharded gradients that wait or leave."""
+        return sum(each.nbytes for each in self._scratch.values()) + self._passing.held_bytes
 
     def _make_room(self, segment: Segment) -> None:
         """Reduce what waits for parameters that a step may not use at all, oldest first.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from estimators.summary import LIVE_PARAMETERS
-from offload import Store
+from offload import Store, pages_parameters
 from zero.coming import UnitAhead
 from zero.memory import live_parameter_bytes
 from zero.order import Phase, RecordedOrder
@@ -33,7 +33,8 @@ class Prefetcher:
         self._order = RecordedOrder()
         self.ahead = UnitAhead()
         self.kept = KeptUnits(units, store, self._order, limits, (unsharded, self.ahead))
-        self.reads = bool(self.kept.paged)
+        segments = [segment.index for unit in units for segment in unit.segments]
+        self.reads = any(pages_parameters(store, index) for index in segments)
         """Whether parameters rest on NVMe, so that they are read ahead."""
 
     def note_use(self, unit: Unit, phase: Phase, *, is_loss: bool) -> None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from offload import Store, pages_parameters
+from offload import Store
 from zero.coming import UnitAhead
 from zero.memory import live_parameter_bytes
 from zero.order import RecordedOrder
@@ -63,12 +63,6 @@ class KeptUnits:
         self._limits = limits
         self._unsharded, self._ahead = present
         self._kept: dict[int, Unit] = {}
-        self.paged = frozenset(
-            unit.index
-            for unit in units
-            if any(pages_parameters(store, segment.index) for segment in unit.segments)
-        )
-        """Units of which this rank reads parameters from a drive."""
 
     @property
     def units(self) -> Collection[Unit]:
@@ -150,8 +144,8 @@ class KeptUnits:
             at: index of the unit.
             is_first: whether the backward uses it first.
         """
-        reads = any(segment.coming.all_read for segment in self._units[at].segments)
-        return at == 0 or reads or (is_first and not self._units[0].moves)
+        is_read = self._units[at].is_read_by_all
+        return at == 0 or is_read or (is_first and not self._units[0].moves)
 
     def _distance_of(self, at: int) -> int:
         """Return the elements of others before the next use, more than the limit if not near."""

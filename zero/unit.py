@@ -364,6 +364,8 @@ class Unit:
         """`GatheredParameters` windows of what rests in place, for which nothing is gathered."""
         self.backward_tokens: dict[object, int] = {}
         """Forward instances whose backward is running, with their graph task ids."""
+        self.is_read_by_all = False
+        """Whether each rank reads some of it from a drive."""
 
     @property
     def moves(self) -> bool:
