@@ -26,6 +26,7 @@ from zero.integrity import (
     find_slots,
     managed_parameters,
     refuse_gradients_without_backward,
+    refuse_loss,
     refuse_set_gradients,
 )
 from zero.loader import ResumableLoader
@@ -163,6 +164,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
 
         Raises:
             ConfigError: if the engine has no optimizer.
+            TypeError, RuntimeError: if no backward can begin there; the window stays as it is.
         """
         self._require_alive()
         if self.optimizer is None:
@@ -170,6 +172,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
                 "this engine has no optimizer, so there is nothing to do with gradients; pass one"
                 " to zero.initialize or add an optimizer section to the configuration"
             )
+        refuse_loss(loss, has_gradient=kwargs.get("gradient") is not None)
         refuse_set_gradients(self._runtime)
         scaled = self.scale(loss / self.gradient_accumulation_steps())
         reducer = self._runtime.reducer

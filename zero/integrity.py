@@ -147,6 +147,30 @@ def refuse_set_gradients(runtime: Runtime) -> None:
                 )
 
 
+def refuse_loss(loss: object, *, has_gradient: bool) -> None:
+    """Refuse what no backward can begin at, while the accumulation window is still whole.
+
+    Raises:
+        TypeError: if it is no tensor.
+        RuntimeError: if it leads to no parameter, or has several elements and no gradient is given.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"engine.backward takes the loss, a tensor of one element, got {type(loss).__name__}"
+            f" {loss!r:.40}; pass what the forward returned, not its item()"
+        )
+    if not loss.requires_grad:
+        raise RuntimeError(
+            "the loss does not require a gradient, so it leads to no parameter: it was made under"
+            " no_grad, detached, or from something else than what the model returned"
+        )
+    if loss.numel() != 1 and not has_gradient:
+        raise RuntimeError(
+            f"the loss has shape {tuple(loss.shape)}, and a backward begins at one element; take"
+            " its mean or sum, or pass gradient="
+        )
+
+
 def refuse_gradients_without_backward(runtime: Runtime) -> None:
     """Refuse a step for gradients that no backward has brought, as it would do nothing.
 

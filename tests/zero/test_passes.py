@@ -132,6 +132,28 @@ def test_a_backward_that_fails_before_the_model_drops_its_window(scratch: Path, 
     engine.destroy()
 
 
+NO_LOSSES: list[tuple[Any, type[Exception], str]] = [
+    (1.5, TypeError, r"got float 1\.5; pass what the forward returned"),
+    (None, TypeError, "got NoneType"),
+    (torch.ones(()), RuntimeError, "leads to no parameter"),
+    (torch.ones(2, 3, requires_grad=True), RuntimeError, r"shape \(2, 3\)"),
+]
+
+
+@pytest.mark.parametrize(("loss", "kind", "reason"), NO_LOSSES)
+def test_what_is_no_loss_is_refused_and_the_window_stays(
+    scratch: Path, loss: Any, kind: type[Exception], reason: str
+) -> None:
+    engine = make_engine(Adapted(), scratch, "cpu")
+    x = torch.ones(2, WIDTH)
+    train(engine, 1, x)
+    with pytest.raises(kind, match=reason):
+        engine.backward(loss)
+    assert engine.micro_steps == 1
+    assert train(engine, 1, x) == [1]
+    engine.destroy()
+
+
 @pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_the_gradient_of_an_input_alone_is_no_micro_batch(
