@@ -1,7 +1,7 @@
 """Whole training steps on one GPU: one row of the table a call.
 
     gpu_bench.py --row host-exact --out results        measures a row and writes results/ROW.json
-    gpu_bench.py --row host-exact --program PEER.py    the same, the peer's steps and ours by turns
+    gpu_bench.py --program --row host-exact            the same, the peer's steps and ours by turns
     gpu_bench.py --merge results --report rows.png     prints the table of all rows and draws it
 
 A row names where optimizer state (and parameters) may rest and how much host memory there is. The
@@ -44,7 +44,8 @@ import gpu_drive
 import gpu_groups
 from gpu_model import Built, build_llama, build_transformers
 from gpu_process import MemoryWatch, mappings
-from gpu_rows import ROWS, Row, Sizes, make_config, planned_device_bytes, within_peer
+from gpu_rows import ROWS, Row, make_config, planned_device_bytes, within_peer
+from gpu_sizes import Sizes
 from gpu_table import merge
 from gpu_turns import Turns
 

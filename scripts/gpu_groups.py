@@ -24,6 +24,8 @@ from gpu_table import described
 from gpu_turns import Player, end_on_signals, take_turns
 
 _HERE = Path(__file__).resolve().parent
+PROGRAM = _HERE / "gpu_peer_program.py"
+"""Runs the peers, unless a command line names another one."""
 _PEER = "peer-"
 """How results of peers begin."""
 _LOSSY = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -99,8 +101,14 @@ GROUPS: dict[str, Group] = {
 
 def add_programs(parser: argparse.ArgumentParser) -> None:
     """Add to a command line which programs run the peers, how long, and how drives are measured."""
-    parser.add_argument("--program", type=Path, help="the peer's: a row and its steps by turns")
-    parser.add_argument("--torch-program", type=Path, help="the same for what plain torch runs")
+    for name, what in (("--program", "DeepSpeed"), ("--torch-program", "plain torch or FSDP2")):
+        parser.add_argument(
+            name,
+            type=Path,
+            nargs="?",
+            const=PROGRAM,
+            help=f"run a row and {what} a step each by turns, with {PROGRAM.name} or the one named",
+        )
     parser.add_argument("--seconds", type=float, default=480, help="of all, peers' programs too")
     parser.add_argument(
         "--drive-mebibytes",
@@ -151,6 +159,8 @@ def missing_program(peers: Sequence[Peer], options: argparse.Namespace) -> str |
 def program_of(peer: Peer, options: argparse.Namespace) -> Path | None:
     """Return the program that runs a peer's case."""
     found: Path | None = options.torch_program if peer.is_torch else options.program
+    if found is None and PROGRAM in (options.torch_program, options.program):
+        return PROGRAM  # it runs all cases
     return found
 
 

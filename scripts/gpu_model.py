@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
-from gpu_rows import Sizes
+from gpu_sizes import Sizes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -142,7 +142,18 @@ def build_llama(sizes: Sizes, device: torch.device, *, checkpoints: bool) -> Bui
 
 
 def build_transformers(sizes: Sizes, device: torch.device, *, checkpoints: bool) -> Built:
-    """Return the model, the initial weights and the tokens of the peer's program."""
+    """Return the model, the initial weights and the tokens of the peers."""
+    with device:
+        model = make_transformers(sizes).to(torch.bfloat16)
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    model.train()
+    tokens = make_tokens(sizes, device)
+    return Built(model, lambda module: module(input_ids=tokens, labels=tokens).loss)
+
+
+def make_transformers(sizes: Sizes) -> Any:
+    """Return LlamaForCausalLM of transformers, always with the same weights on one device."""
     transformers: Any = importlib.import_module("transformers")
     config = transformers.LlamaConfig(
         hidden_size=sizes.hidden,
@@ -155,12 +166,11 @@ def build_transformers(sizes: Sizes, device: torch.device, *, checkpoints: bool)
         use_cache=False,
     )
     torch.manual_seed(0)
-    with device:
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    if checkpoints:
-        model.gradient_checkpointing_enable()
-    model.train()
+    return transformers.LlamaForCausalLM(config)
+
+
+def make_tokens(sizes: Sizes, device: torch.device) -> torch.Tensor:
+    """Return the tokens that peers train on, shape `[batch, length]`."""
     generator = torch.Generator(device).manual_seed(1)
     batch = (sizes.batch, sizes.length)
-    tokens = torch.randint(0, sizes.vocabulary, batch, device=device, generator=generator)
-    return Built(model, lambda module: module(input_ids=tokens, labels=tokens).loss)
+    return torch.randint(0, sizes.vocabulary, batch, device=device, generator=generator)

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import functools
 import importlib
+import importlib.util
 import io
 import json
 import runpy
@@ -40,8 +41,14 @@ _WAITS_OF_A_STEP = 4
 def run(program: str, arguments: list[str], turns: Turns | None) -> dict[str, Any]:
     """Run a program and return what its last line says, with the baseline of its process."""
     case = arguments[0]
-    if case not in _TORCH_CASES:
-        importlib.import_module("deepspeed")  # only its memory counts
+    needed = ["transformers"] if case in _TORCH_CASES else ["deepspeed", "transformers"]
+    for name in needed:
+        if importlib.util.find_spec(name) is None:
+            raise SystemExit(
+                f"gpu_peer: case {case} needs the package {name}, which is not installed: pip"
+                f" install {name}, in an environment that has tierzero as well"
+            )
+    importlib.import_module(needed[0])  # only its memory counts
     import torch
 
     importlib.import_module("transformers.models.llama.modeling_llama")
@@ -51,7 +58,7 @@ def run(program: str, arguments: list[str], turns: Turns | None) -> dict[str, An
         if case not in _BUILT_ELSEWHERE:
             build_on_device("cuda")
     baseline = resident()["VmRSS"]
-    taken = wait_for_turns(turns, program, baseline) if turns is not None else None
+    taken = wait_for_turns(turns, program, baseline)
     sys.argv = [program, *arguments]
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
@@ -59,9 +66,9 @@ def run(program: str, arguments: list[str], turns: Turns | None) -> dict[str, An
     found = result_of(output.getvalue())
     if found is None:
         raise SystemExit(f"{program} printed no line of JSON with its rows")
-    if taken is not None and (turn_count := taken()) != len(found["rows"]):
+    if (turn_count := taken()) != len(found["rows"]):
         raise SystemExit(
-            f"{program} has {len(found['rows'])} rows and waited for {turn_count} turns: it must"
+            f"{program} has {len(found['rows'])} rows, but {turn_count} steps began: it must"
             f" call torch.cuda.synchronize {_WAITS_OF_A_STEP} times a step, and not elsewhere"
         )
     return {**found, "baseline_bytes": baseline}
@@ -80,11 +87,11 @@ def result_of(output: str) -> dict[str, Any] | None:
     return None
 
 
-def wait_for_turns(turns: Turns, program: str, baseline: int) -> Callable[[], int]:
-    """Let a program wait for its turn where it waits for the device before a step.
+def wait_for_turns(turns: Turns | None, program: str, baseline: int) -> Callable[[], int]:
+    """Let a program wait for its turn, if it has any, where it waits for the device before a step.
 
     Returns:
-        A call that tells how many turns it has waited for.
+        A call that tells how many steps it has begun.
     """
     import torch
 
@@ -97,7 +104,7 @@ def wait_for_turns(turns: Turns, program: str, baseline: int) -> Callable[[], in
         nonlocal calls
         # Libraries synchronize as well: only what the program itself asks for tells its steps.
         if sys._getframe(1).f_globals.get("__file__") == program:
-            if calls % _WAITS_OF_A_STEP == 0:
+            if turns is not None and calls % _WAITS_OF_A_STEP == 0:
                 turns.wait(**memory(baseline))
             calls += 1
         if has_device:
@@ -114,7 +121,7 @@ def memory(baseline: int) -> dict[str, float]:
     device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return {
         "gpu_peak_gb": round(device / 1e9, 2),
-        "rss_peak_gb": round(resident()["VmHWM"] / 1024 / 1e6, 2),  # as the program computes it
+        "rss_peak_gb": round(resident()["VmHWM"] / 1e9, 2),
         "baseline_bytes": baseline,
     }
 

@@ -9,14 +9,11 @@
 #     ds.tgz        its unpacked source distribution: deepspeed csrc op_builder accelerator version.txt
 #     aio/include, aio/lib    libaio.h and libaio.so
 #     whl           wheels of what that machine's Python lacks
-#     program.py    trains a case on one GPU: its command line and its last line are told in
-#                   scripts/README.md, "Peers of the GPU benchmark"
-#     torch.py      trains a case with torch alone, for the group torch
 # Preparing takes a minute; what is there already is not made again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if (($# < 2)) || [[ $1 == -* ]]; then
-  sed -n 's/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed 1d
+  sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
   exit 2
 fi
 out=$1 seconds=$2
@@ -87,6 +84,5 @@ if [[ ${1:-} == kernels ]]; then
     --peer "$made/python"
 fi
 export PYTHONPATH=$PWD/.device-site:$made/ds:$made/site PYTHONUNBUFFERED=1
-exec python3 scripts/gpu_suite.py --program "$peer/program.py" \
-  --torch-program "$peer/torch.py" --out "$out" \
+exec python3 scripts/gpu_suite.py --out "$out" \
   --nvme "${TMPDIR:-/tmp}/tierzero-swap" --seconds "$seconds" ${1:+--only "$@"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gpu_sizes import Sizes
+
 from estimators import PREFETCH_LIMIT, AheadLimit, PlanError, StateFormat, Tier
 from estimators.activations import Batch
 from estimators.estimate import estimate
@@ -58,37 +60,6 @@ ROWS = {
     "all-host-exact": Row("cpu", "cpu", fills_device=True, warm_up=8),
     "device-exact": Row("none", peer_case="none"),
 }
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the model and its batch."""
-
-    hidden: int
-    layers: int
-    vocabulary: int
-    length: int
-    batch: int
-    fuses_norms: bool
-    """Whether norms are torch's own, which keep their input alone; those of transformers do not."""
-
-    @property
-    def inner(self) -> int:
-        """Width of the MLP, as the peer's program computes it."""
-        return int(self.hidden * 2.75) // 128 * 128
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The model as its configuration file would say it."""
-        return {
-            "model_type": "llama",
-            "hidden_size": self.hidden,
-            "intermediate_size": self.inner,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.hidden // 128,
-            "num_key_value_heads": self.hidden // 128,
-            "vocab_size": self.vocabulary,
-        }
 
 
 def planned_device_bytes(

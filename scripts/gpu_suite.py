@@ -1,11 +1,11 @@
 """All rows of the GPU benchmark beside the peers' programs, in one call and within a time limit.
 
-    gpu_suite.py --program peer_deepspeed_gpu.py --out results --nvme DIRECTORY --seconds 480
+    gpu_suite.py --out results --nvme DIRECTORY --seconds 480
 
 Rows of a group and its peers take a step each by turns (`gpu_groups.py`); what the peers took sets
 the budgets of our rows. Results are kept as soon as a group is over: a call that is cut short
 loses only the group that was going on. Groups that would not end in time are left out, and named.
-The peers' programs print their result as JSON, as `gpu_peer.py` expects it.
+`gpu_peer_program.py` runs the peers unless another program is named.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 # With PYTHONSAFEPATH set, Python does not look for modules beside the script by itself.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_groups import GROUPS, add_programs, missing_program, run_group
+from gpu_groups import GROUPS, PROGRAM, add_programs, missing_program, run_group
 from gpu_table import merge
 from gpu_turns import end_on_signals
 
@@ -37,6 +37,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_programs(parser)
+    parser.set_defaults(program=PROGRAM, torch_program=PROGRAM)
     parser.add_argument("--out", type=Path, required=True, help="where results go")
     parser.add_argument("--nvme", type=Path, required=True, help="folder of our swap files")
     groups = ["host", "nvme", "lossy", "param"]

@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+# Sums of torch depend on how many threads make them; processes that tests start inherit this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Machines differ in speed, and so does one from moment to moment: no test is about time.
 settings.register_profile("tierzero", deadline=None)
 settings.load_profile("tierzero")

@@ -18,7 +18,8 @@ sys.path.insert(0, str(SCRIPTS))
 import gpu_chart  # noqa: E402
 import gpu_drive  # noqa: E402
 from gpu_groups import GROUPS  # noqa: E402
-from gpu_rows import GB, ROWS, Sizes, planned_device_bytes, within_peer  # noqa: E402
+from gpu_rows import GB, ROWS, planned_device_bytes, within_peer  # noqa: E402
+from gpu_sizes import Sizes  # noqa: E402
 from gpu_table import merge  # noqa: E402
 
 from estimators import AheadLimit  # noqa: E402

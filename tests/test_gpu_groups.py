@@ -259,7 +259,7 @@ def test_the_result_of_a_program_is_its_last_line_of_json(output: str, steps: in
 
 @pytest.mark.parametrize(
     ("waits", "said"),
-    [(4, None), (5, "has 3 rows and waited for 4 turns"), (0, "has 3 rows and waited for 0 turns")],
+    [(4, None), (5, "has 3 rows, but 4 steps began"), (0, "has 3 rows, but 0 steps began")],
 )
 def test_a_peer_whose_steps_take_no_turns_is_refused(
     waits: int, said: str | None, scratch: Path
