@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from estimators import field
 from estimators.field import ModelSize
@@ -80,6 +82,18 @@ def count_option(text: str) -> int:
         return parse_count(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def output_option(text: str) -> Path:
+    """Return a file of a command line that can be written when the work is done; for `argparse`."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}: make it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: you have no right to")
+    return path
 
 
 def _size(options: argparse.Namespace, stage: int, measure: Measure | None) -> ModelSize:

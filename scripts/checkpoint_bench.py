@@ -39,6 +39,7 @@ from places import folder_option
 import zero
 from aio_ops import DataFile, HostArena, open_engine
 from estimators import Section
+from estimators.command import output_option
 from offload import Field
 from offload.groups import write_group
 from zero.checkpoint import verify
@@ -284,7 +285,7 @@ def main() -> None:
     parser.add_argument("--mega-parameters", type=int, default=128)
     parser.add_argument("--tiers", nargs="+", default=["cpu", "nvme"])
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    parser.add_argument("--json", type=output_option, help="where to write the numbers")
     given = parser.parse_args()
     print(f"{platform.node()}: GB/s; shares of the disk's rate in the same round")
     print(" ".join(f"{name:>16}" for name in COLUMNS), flush=True)

@@ -28,6 +28,7 @@ from places import folder_option
 
 from aio_ops import DeviceMover, DeviceSpan, PinnedArena, Ticket, open_engine
 from aio_ops.native_engine import NativeEngine
+from estimators.command import output_option
 
 MIB = 1 << 20
 COPY_BYTES = 256 * MIB
@@ -140,7 +141,7 @@ def main() -> None:
     parser.add_argument("directory", type=folder_option)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--mebibytes", type=int, default=512, help="read, and written, by a trip")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_option)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device here")

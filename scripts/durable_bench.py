@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from places import folder_option
 
 import zero
+from estimators.command import output_option
 from zero.durable import DurableRun
 
 WIDTH = 512
@@ -129,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("path", type=folder_option, help="a directory on the disk")
     parser.add_argument("--layers", type=int, default=80, help="layers of 262,656 parameters")
     parser.add_argument("--steps", type=int, default=6, help="steps of each run, the first is left")
-    parser.add_argument("--json", type=Path, help="a file for the numbers")
+    parser.add_argument("--json", type=output_option, help="a file for the numbers")
     options = parser.parse_args(arguments)
     if (options.path / "bench").exists():
         parser.error(f"{options.path / 'bench'} is there already; remove it, or name another path")

@@ -35,6 +35,7 @@ from lm_model import ModelShape, build_model
 from lm_text import Text, load_text
 
 from estimators import StateFormat
+from estimators.command import output_option
 
 LAST_STEPS = 50
 BOUND = 0.005
@@ -60,8 +61,13 @@ def parse_options() -> argparse.Namespace:
     add("--lr", type=float, default=6e-4, help="learning rate (default: %(default)s)")
     add("--at-once", type=int, default=1, help="runs that share the device, each in a process")
     add("--text", type=Path, metavar="PATH", help="default: the standard library of this Python")
-    add("--json", type=Path, metavar="FILE", help="write losses and comparison there")
-    add("--plot", type=Path, metavar="FILE", help="draw the losses there (needs matplotlib)")
+    add("--json", type=output_option, metavar="FILE", help="write losses and comparison there")
+    add(
+        "--plot",
+        type=output_option,
+        metavar="FILE",
+        help="draw the losses (needs matplotlib)",
+    )
     add("--read", type=Path, metavar="FILE", help="show results of --json instead of training")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     options = parser.parse_args()

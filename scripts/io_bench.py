@@ -51,6 +51,7 @@ from io_bench_tools import (
 from places import folder_option
 
 from aio_ops import probe
+from estimators.command import output_option
 
 WORKLOADS = ("read", "write", "mixed", "alternating", *RECORDS)
 ENGINES = ("io_uring", "io_uring+registered", "kernel_aio", "threads", "python")
@@ -165,8 +166,8 @@ def parse() -> argparse.Namespace:
         default=["1:32:1", "1:32:4", "8:32:4"],
         help="MiB of a block:queue depth:threads",
     )
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--chart", type=Path)
+    parser.add_argument("--json", type=output_option)
+    parser.add_argument("--chart", type=output_option)
     return parser.parse_args()
 
 

@@ -35,6 +35,7 @@ from aio_ops.tune.checks import check
 from aio_ops.tune.command import report_path, size
 from aio_ops.tune.gpu import DeviceMemory, refusal
 from aio_ops.tune.statistics import percentile
+from estimators.command import output_option
 
 PERCENTILES = (0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
 GIB = 1 << 30
@@ -99,7 +100,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("use_gds", "slow_bounce_buffer", "use_accelerator_pin_memory",
                  "torch_legacy_save", "different_file_each_iteration"):  # fmt: skip
         add(f"--{name}", action="store_true", help=argparse.SUPPRESS)
-    add("--json", type=Path, metavar="FILE")
+    add("--json", type=output_option, metavar="FILE")
     add("--report", type=report_path, metavar="FILE.png|.html", help="latency percentiles")
     return parser.parse_args(arguments)
 

@@ -35,6 +35,7 @@ from rich.table import Table
 from torch import Tensor
 
 from estimators import ElementType, StateFormat, record_layout
+from estimators.command import output_option
 from offload import (
     AdamWScalars,
     DeviceKernels,
@@ -356,7 +357,7 @@ def main() -> None:
     add("--rounds", type=int, default=9, help="turns of each case (default: %(default)s)")
     add("--threads", type=int, help="by default those of a single rank")
     add("--peer", metavar="PYTHON", help="an interpreter that can import DeepSpeed")
-    add("--json", type=Path, metavar="FILE", help="write the numbers there")
+    add("--json", type=output_option, metavar="FILE", help="write the numbers there")
     options = parser.parse_args()
     results = measure(options)
     show(results, Console())

@@ -38,6 +38,7 @@ from plan_rates import DriveProbe, MachineRates  # noqa: E402
 import zero  # noqa: E402
 from estimators import Section, Tier  # noqa: E402
 from estimators.activations import Batch  # noqa: E402
+from estimators.command import output_option  # noqa: E402
 from estimators.estimate import Estimate, estimate, estimate_placed  # noqa: E402
 from estimators.hardware import Bandwidths  # noqa: E402
 from estimators.inputs import DeviceKind, Node, PlanInputs  # noqa: E402
@@ -442,7 +443,7 @@ def main() -> int:
     parser.add_argument("--placement", choices=PLACEMENTS, action="append", help="only these")
     parser.add_argument("--together", action="store_true", help="all cases in this process")
     parser.add_argument("--quick", action="store_true", help="do not measure rates")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=output_option, metavar="FILE")
     options = parser.parse_args()
     if options.case is not None:
         print(json.dumps(dataclasses.asdict(run(Case(**json.loads(options.case))))))

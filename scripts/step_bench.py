@@ -44,6 +44,7 @@ from estimators import (
     minimum_host_bytes,
     plan_placement,
 )
+from estimators.command import output_option
 from estimators.placement import in_play_bytes
 from offload import AdamWScalars, Ledger, Store, StoreParts, load_kernels, update
 
@@ -313,8 +314,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit-mebibytes", type=int, default=512, help="moved by one limit run")
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--chart", type=Path)
+    parser.add_argument("--json", type=output_option)
+    parser.add_argument("--chart", type=output_option)
     return parser.parse_args()
 
 

@@ -43,6 +43,7 @@ from aio_ops.tune import ApplyError, TuneError
 from aio_ops.tune.apply import apply, check_applicable, merge, read
 from aio_ops.tune.checks import check
 from aio_ops.tune.command import report_path, size
+from estimators.command import output_option
 from zero import ConfigError, PlanError
 from zero.config import load_config
 from zero.machine import available_host_bytes
@@ -78,9 +79,9 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
           help="of the state (default: exact, and for bf16 fp32 too)")  # fmt: skip
     swept("--devices", nargs="+", metavar="D", help="of the update (default: all there are)")
     out = parser.add_argument_group("what is written").add_argument
-    out("--results", type=Path, default=Path("swap_sweep.jsonl"), metavar="FILE",
+    out("--results", type=output_option, default=Path("swap_sweep.jsonl"), metavar="FILE",
         help="measurements to go on from (default swap_sweep.jsonl)")  # fmt: skip
-    out("--json", type=Path, metavar="FILE", help="all that was measured")
+    out("--json", type=output_option, metavar="FILE", help="all that was measured")
     out("--report", type=report_path, metavar="FILE.png|.html", help="with charts")
     out("--apply", type=Path, metavar="ds_config.json", help="merge the best into a configuration")
     return parser.parse_args(arguments)
@@ -210,8 +211,6 @@ def prepare(options: argparse.Namespace, config: dict[str, Any]) -> None:
         if disk.remote or disk.in_memory:
             raise SystemExit(f"{disk.warning()}")
     charts.require(options.report)
-    if options.json is not None and not options.json.parent.is_dir():
-        raise SystemExit(f"{options.json} cannot be written: make {options.json.parent}")
     if options.apply is not None:
         check_applicable(options.apply, Case(1 << 30, "exact", 1 << 20, 3, 0, "auto").part())
 

@@ -30,6 +30,7 @@ from places import json_option
 import zero
 from aio_ops.tune.bench import Allowance, Bench
 from aio_ops.tune.settings import Setting, Workload
+from estimators.command import output_option
 
 WIDTH = 2048
 WARM_UP_STEPS = 1
@@ -48,7 +49,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host-memory", default="600MB", help="the budget (default 600MB)")
     parser.add_argument("--sub-group-size", type=int, default=1 << 21, help="default 2097152")
     parser.add_argument("--least", type=float, default=0.9, help="of the mix (default 0.9)")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_option)
     return parser.parse_args(arguments)
 
 

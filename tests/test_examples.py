@@ -36,17 +36,18 @@ def test_an_example_is_short(path: Path) -> None:
 @pytest.mark.nvme
 def test_generation_from_nvme(scratch: Path, tmp_path: Path) -> None:
     parts = parts_of("generate_from_nvme", tmp_path)
-    torch.manual_seed(0)
-    model = parts["Model"]()
     weights = tmp_path / "weights.pt"
-    torch.save(model.state_dict(), weights)
+    program = [sys.executable, str(EXAMPLES / "generate_from_nvme.py")]
+    subprocess.run([*program, "--random", str(weights)], check=True)
+    model = parts["Model"]()
+    model.load_state_dict(torch.load(weights))
     model.eval()
     tokens = torch.tensor([[10, 20, 30]])
     with torch.inference_mode():
         for _ in range(parts["TOKENS"]):
             following = model(tokens)[:, -1].argmax(-1, keepdim=True)
             tokens = torch.cat([tokens, following], dim=1)
-    command = [sys.executable, str(EXAMPLES / "generate_from_nvme.py"), str(scratch), str(weights)]
+    command = [*program, str(scratch), str(weights)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr

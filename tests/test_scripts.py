@@ -360,6 +360,27 @@ def test_a_folder_that_is_not_there_ends_in_a_line(script: str, tmp_path: Path) 
     assert_refused_by(script, tmp_path / "none", f"there is no folder {tmp_path / 'none'}")
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "checkpoint_bench.py",
+        "device_bench.py",
+        "durable_bench.py",
+        "format_study.py",
+        "io_bench.py",
+        "kernel_bench.py",
+        "plan_check.py",
+        "step_bench.py",
+        "swap_sweep.py",
+        "tune_check.py",
+    ],
+)
+def test_a_result_that_could_not_be_written_is_refused_at_once(script: str, tmp_path: Path) -> None:
+    file = tmp_path / "none" / "result.json"
+    reason = f"--json: {file}: there is no folder {tmp_path / 'none'}: make it"
+    assert_refused_by(script, f"--json={file}", reason)
+
+
 def test_a_configuration_that_is_none_ends_in_a_line(tmp_path: Path) -> None:
     for text, reason in (("{", "is not JSON"), ("[]", "holds list, not an object")):
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
@@ -367,7 +388,7 @@ def test_a_configuration_that_is_none_ends_in_a_line(tmp_path: Path) -> None:
     assert_refused_by("tune_check.py", tmp_path / "none.json", "cannot be read: No such file")
 
 
-def assert_refused_by(script: str, place: Path, reason: str) -> None:
+def assert_refused_by(script: str, place: Path | str, reason: str) -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / script), str(place)],
         env={**os.environ, "PYTHONSAFEPATH": "1"},

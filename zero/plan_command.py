@@ -7,14 +7,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from estimators import PlanError, Tier
-from estimators.command import count_option
+from estimators.command import count_option, output_option
 from estimators.estimate import estimate
 from estimators.fit import (
     EXACT_FORMATS,
@@ -105,17 +104,17 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     add("--format", choices=sorted(FORMATS), help="how optimizer state is stored")
     add("--checkpointing", action="store_true", help="activation checkpointing of each block")
     add("--attention", choices=("fused", "eager"), default="fused")
-    add("--plot", type=Path, metavar="FILE", help="chart of memory by tier: .png or .html")
+    add("--plot", type=output_option, metavar="FILE", help="chart of memory by tier: .png or .html")
 
 
 def _add_fit(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--train-batch-size", type=count_option, metavar="N", help="samples of a step of all ranks")
     add("--lossy", action="store_true", help="also formats that do not keep every bit")
-    add("--write", type=Path, metavar="FILE", help="write the fastest one's configuration")
+    add("--write", type=output_option, metavar="FILE", help="write the fastest one's configuration")
     add("--nvme-path", default="/tmp", metavar="DIR", help="directory for it")
     add("--largest", action="store_true", help="also the largest models that fit (slower)")
-    add("--plot", type=Path, metavar="FILE", help="chart of the fastest one: .png or .html")
+    add("--plot", type=output_option, metavar="FILE", help="its chart: .png or .html")
 
 
 def _plan(options: argparse.Namespace, asked: Asked) -> int:

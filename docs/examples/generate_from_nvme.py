@@ -1,5 +1,6 @@
 """Generate text with a model that is larger than the memory it may use: its weights rest on NVMe.
 
+    python docs/examples/generate_from_nvme.py --random weights.pt    weights to try it with
     python docs/examples/generate_from_nvme.py /nvme0 weights.pt
 
 weights.pt is a state_dict of the model below. It is built without ever being in memory as a whole,
@@ -37,11 +38,12 @@ class Model(nn.Module):
 
 def main() -> None:
     directory, weights = sys.argv[1:] if len(sys.argv) == 3 else sys.exit(__doc__)
+    if directory == "--random":
+        torch.save(Model().state_dict(), weights)
+        sys.exit()
     offload = {"device": "nvme", "nvme_path": directory}
-    config = {
-        "zero_optimization": {"stage": 3, "offload_param": offload},
-        "tiers": {"host_memory": "8MB"},
-    }
+    stage = {"stage": 3, "offload_param": offload}
+    config = {"zero_optimization": stage, "tiers": {"host_memory": "8MB"}}
     with zero.Init(config_dict_or_path=config):
         model = Model()
     zero.load_weights(model, weights)

@@ -95,6 +95,26 @@ def test_what_does_not_fit_is_exit_1_and_what_is_wrong_2(
         assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_file_that_could_not_be_written_is_refused_before_anything_is_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for file, reason in (
+        (tmp_path / "none" / "it.json", f"there is no folder {tmp_path / 'none'}: make it"),
+        (tmp_path, "is a folder: name a file in it"),
+        (Path("/proc/1/it.html"), "cannot be written"),
+    ):
+        for arguments in (
+            ["fit", "gpt2", "--write"],
+            ["fit", "gpt2", "--plot"],
+            ["plan", "gpt2", "--plot"],
+        ):
+            with pytest.raises(SystemExit):
+                main([*arguments, str(file)])
+            said = capsys.readouterr()
+            assert reason in said.err
+            assert said.out == ""
+
+
 @pytest.mark.nvme
 def test_the_configuration_of_a_fit_trains(
     capsys: pytest.CaptureFixture[str], scratch: Path

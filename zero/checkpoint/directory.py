@@ -108,7 +108,13 @@ class PendingFolder:
 
     def make(self) -> None:
         """Make the folder and lock it; what killed saves have left is removed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"the folder {self.folder} cannot be made: {error.strerror}; name one for"
+                " checkpoints that is there, or that can be made"
+            ) from error
         finish_removals()
         final = self.folder / self.tag
         if final.is_symlink() or (final.exists() and not (final / MANIFEST_NAME).is_file()):
