@@ -41,8 +41,7 @@ def main() -> None:
     if directory == "--random":
         torch.save(Model().state_dict(), weights)
         sys.exit()
-    offload = {"device": "nvme", "nvme_path": directory}
-    stage = {"stage": 3, "offload_param": offload}
+    stage = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": directory}}
     config = {"zero_optimization": stage, "tiers": {"host_memory": "8MB"}}
     with zero.Init(config_dict_or_path=config):
         model = Model()
