@@ -39,8 +39,7 @@ class Model(nn.Module):
 def main() -> None:
     directory, weights = sys.argv[1:] if len(sys.argv) == 3 else sys.exit(__doc__)
     if directory == "--random":
-        torch.save(Model().state_dict(), weights)
-        sys.exit()
+        sys.exit(torch.save(Model().state_dict(), weights))
     stage = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": directory}}
     config = {"zero_optimization": stage, "tiers": {"host_memory": "8MB"}}
     with zero.Init(config_dict_or_path=config):
