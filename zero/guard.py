@@ -62,7 +62,8 @@ class SavedTensorGuard:
     def __init__(self, require: Callable[[Unit], None]) -> None:
         self._require = require
         self._owners: dict[int, tuple[Unit, Segment]] = {}
-        self._pushed: list[bool] = []
+        self._pushed: list[int | None] = []
+        """The graph task that each `push` was inside of, -1 outside; None if it pushed nothing."""
 
     def watch(self, unit: Unit) -> None:
         """Recognise the buffers of a unit that is unsharded now."""
@@ -78,24 +79,32 @@ class SavedTensorGuard:
     def push(self) -> None:
         """Guard what autograd saves from here on."""
         if not torch.is_grad_enabled() or not _hooks_are_enabled():
-            self._pushed.append(False)
+            self._pushed.append(None)
             return
         below = _autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003  torch names no argument
         if below is not None and getattr(below[0], "guard", None) is self:
-            self._pushed.append(False)  # an outer unit's forward is guarded already
+            self._pushed.append(None)  # an outer unit's forward is guarded already
             return
         _autograd._push_saved_tensors_default_hooks(_Pack(self, below), self._unpack)
-        self._pushed.append(True)
+        self._pushed.append(torch._C._current_graph_task_id())
 
     def pop(self) -> None:
         """End the innermost `push`."""
-        if self._pushed and self._pushed.pop():
+        if self._pushed and self._pushed.pop() is not None:
             _autograd._pop_saved_tensors_default_hooks()
 
     def pop_all(self) -> None:
-        """End every `push` that an interruption has left behind."""
-        while self._pushed:
-            self.pop()
+        """End every `push` that an interruption has left behind.
+
+        The hooks of a thread are as before when a backward ends, whatever was pushed inside of it.
+        """
+        here = torch._C._current_graph_task_id()
+        left, self._pushed = self._pushed, []
+        for task in left:
+            if task == here:
+                _autograd._pop_saved_tensors_default_hooks()
+            elif task == -1:
+                self._pushed.append(task)  # to be ended when this is called outside again
 
     def pack(self, tensor: torch.Tensor, below: tuple[_Hook, _Hook] | None) -> Any:
         """Return what autograd keeps in place of `tensor`."""

@@ -5,8 +5,10 @@ Anything that would go untrained without a word is refused by name instead.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 from torch import nn
@@ -54,14 +56,17 @@ def adopt_replaced(slots: Sequence[Slot]) -> None:
 
     `load_state_dict(assign=True)` and `module.weight = nn.Parameter(...)` do that. The managed
     object goes back to its places, so optimizers and hooks go on; a collective if it happens.
+    What `torch.func.functional_call` puts there is for one call, and is left to it.
 
     Raises:
         RuntimeError: if shape or type differ, or a tied parameter was replaced in one place only.
     """
     replaced: dict[int, list[Slot]] = {}
     for slot in slots:
-        if slot.found is not slot.parameter and slot.found is not None:
+        if slot.found is not slot.parameter and isinstance(slot.found, nn.Parameter):
             replaced.setdefault(id(slot.parameter), []).append(slot)
+    if replaced and _is_functional_call():
+        return
     for places in replaced.values():
         parameter = places[0].parameter
         reference = reference_of(parameter)
@@ -86,6 +91,15 @@ def adopt_replaced(slots: Sequence[Slot]) -> None:
         reference.source.write(first.detach().clone())
         for slot in places:
             slot.module._parameters[slot.key] = parameter
+
+
+def _is_functional_call() -> bool:
+    """Tell whether this is inside of `torch.func.functional_call`."""
+    frame: FrameType | None = sys._getframe(1)
+    code = torch.nn.utils.stateless._functional_call.__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def check_model(model: nn.Module, managed: Mapping[int, str], runtime: Runtime) -> None:

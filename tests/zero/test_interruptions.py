@@ -1,0 +1,102 @@
+"""What an interruption leaves of the hooks for saved tensors: nothing, and nobody else's missing.
+
+torch runs no hooks of a module after a `KeyboardInterrupt`, so those of a guard stay on top.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zero
+from tests.support.configs import make_config
+
+pytestmark = pytest.mark.nvme
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    """Is interrupted while it says so."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise KeyboardInterrupt
+        return torch.tanh(self.inner(x))
+
+
+class Net(nn.Module):
+    """Checkpointed blocks between two layers of the root unit."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.h = nn.ModuleList(Block() for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.h:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+def make_engine(tier: str, folder: Path, *, reentrant: bool) -> zero.ZeroEngine:
+    config = make_config(
+        parameters=tier, optimizer=tier, nvme_path=str(folder), accumulation=2,
+        host_memory="64KB", sub_group_size=1024,
+    )  # fmt: skip
+    return zero.initialize(model=Net(reentrant=reentrant), config=config)[0]
+
+
+def micro_batch(engine: zero.ZeroEngine, number: int) -> float:
+    loss = engine(torch.full((2, WIDTH), 1.0 + number))
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("tier", ["none", "nvme"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("moment", ["backward", "forward"])
+def test_an_interrupted_block_drops_its_window_alone(
+    moment: str, tier: str, scratch: Path, *, reentrant: bool
+) -> None:
+    reference = make_engine("none", scratch, reentrant=reentrant)
+    wanted = [micro_batch(reference, number) for number in (2, 3, 4)]
+    engine = make_engine(tier, scratch, reentrant=reentrant)
+    micro_batch(engine, 0)
+    seen: list[Any] = []
+    block: Any = engine.module.h[1]
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda each: (seen.append(1), each)[1], lambda each: each
+    ):
+        loss = engine(torch.ones(2, WIDTH)) if moment == "backward" else None
+        block.fails = True
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(loss) if loss is not None else engine(torch.ones(2, WIDTH))
+        block.fails = False
+        seen.clear()
+        torch.ones(3, requires_grad=True).exp()
+        assert len(seen) == 1, "the user's own hooks are on top again"
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None  # noqa: FBT003
+    if moment == "forward":
+        engine.zero_grad()
+    assert [micro_batch(engine, number) for number in (2, 3, 4)] == wanted
+    assert engine.global_steps == 1
+    if tier == "nvme":
+        assert engine.ledger.snapshot().nvme_write_bytes > 0
+    engine.destroy()
+    reference.destroy()

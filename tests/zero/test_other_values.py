@@ -1,0 +1,94 @@
+"""`torch.func.functional_call` with other values leaves those in training as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.support.configs import make_config
+
+pytestmark = pytest.mark.nvme
+
+WIDTH = 64
+Wrap = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Net(nn.Module):
+    """Four blocks, and a head that stays with the root unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.h:
+            x = block(x)
+        return self.out(x).square().mean()
+
+
+def make_engine(tier: str, folder: Path) -> zero.ZeroEngine:
+    config = make_config(
+        parameters=tier, optimizer=tier, nvme_path=str(folder), sub_group_size=1024,
+        host_memory="64KB" if tier == "nvme" else "4MB",
+    )  # fmt: skip
+    return zero.initialize(model=Net(), config=config)[0]
+
+
+def step(engine: zero.ZeroEngine, number: int) -> float:
+    loss = engine(torch.full((2, WIDTH), 1.0 + number))
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("through", ["the engine", "its model"])
+@pytest.mark.parametrize("wrap", [torch.Tensor.clone, nn.Parameter], ids=["tensors", "parameters"])
+def test_a_functional_call_trains_nothing(
+    tier: str, through: str, wrap: Wrap, scratch: Path
+) -> None:
+    """As averages are evaluated, and as meta-learning asks for gradients of given values."""
+    reference = make_engine("none", scratch)
+    wanted = [step(reference, number) for number in range(3)]
+    engine = make_engine(tier, scratch)
+    assert step(engine, 0) == wanted[0]
+    if tier == "nvme":
+        assert engine.ledger.snapshot().nvme_write_bytes > 0
+    plain, x = Net(), torch.ones(2, WIDTH)
+    given = {
+        name: wrap(torch.full_like(each, 0.05)).requires_grad_()
+        for name, each in plain.named_parameters()
+    }
+    model, prefix = (engine, "module.") if through == "the engine" else (engine.module, "")
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            prefixed = {prefix + name: each for name, each in given.items()}
+            found = torch.func.functional_call(model, prefixed, (x,))
+            expected = torch.func.functional_call(plain, given, (x,))
+        assert torch.equal(found, expected)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, list(given.values())),
+        torch.autograd.grad(expected, list(given.values())),
+        strict=True,
+    ):
+        assert torch.equal(mine, theirs)
+    assert [step(engine, number) for number in (1, 2)] == wanted[1:]
+    assert engine.global_steps == 3
+    engine.destroy()
+    reference.destroy()
+
+
+def test_a_parameter_put_in_place_is_still_adopted(scratch: Path) -> None:
+    engine = make_engine("nvme", scratch)
+    engine.module.out.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.25))
+    with torch.no_grad():
+        engine(torch.ones(2, WIDTH))
+    assert engine.module.out.weight.detach().clone().unique().tolist() == [0.25]
+    engine.destroy()
