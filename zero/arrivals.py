@@ -5,12 +5,18 @@ whoever came before. But every node that uses its values leads to one of its par
 when all of these have their gradients, nothing uses them any more. Where one gets none, the unit is
 held until the backward ends. Only memory depends on this: who needs a value that is gone unshards
 it, see [Note: saved-tensor guard].
+
+[Note: overtaken units] Where several units have one input, the node that produced it runs after the
+backwards of all of them. But autograd runs the nodes that a thread made by descending sequence
+number: when one runs that is older than a forward, all nodes of this forward have run. So the
+backward of each ends when the next one begins, and one of them is unsharded at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,6 +29,17 @@ class Instance:
 
     has_gradient_inputs: bool = False
     """Whether an input needs a gradient, so that its node tells when the backward ends."""
+    last_input: int = -1
+    """The highest sequence number of the nodes that produced its inputs; that one tells."""
+    begin: int = field(default_factory=torch._C._autograd._get_sequence_nr)
+    """The least sequence number of its own nodes."""
+    thread: int = field(default_factory=threading.get_ident)
+    """Each has numbers of its own."""
+
+    def is_overtaken(self, by: Instance, sequence: int) -> bool:
+        """Tell whether a node that `by` made has run ahead of the node that would tell the end."""
+        is_older = self.last_input < sequence < self.begin
+        return is_older and self is not by and self.thread == by.thread
 
 
 class Arrivals:
@@ -54,6 +71,29 @@ class Arrivals:
         for token in ending:
             del unit.backward_tokens[token]
         self._release(unit)
+
+    def overtaken(
+        self, by: Instance, sequence: int, present: Iterable[Unit], *, is_alone: bool
+    ) -> list[tuple[Unit, Instance]]:
+        """Return whose backward is over without a sign of it, see [Note: overtaken units].
+
+        Args:
+            by: the instance whose backward begins, in the graph task that runs.
+            sequence: number of the node that it begins with.
+            present: the units that may hold something.
+            is_alone: whether there is one rank. Several must do alike, and look at what each of
+                them knows: nodes of inputs, and not gradients that have arrived.
+        """
+        task = torch._C._current_graph_task_id()
+        return [
+            (unit, token)
+            for unit in present
+            for token, own in unit.backward_tokens.items()
+            if own == task
+            and isinstance(token, Instance)
+            and (is_alone or token.has_gradient_inputs)
+            and token.is_overtaken(by, sequence)
+        ]
 
     def take_any(self) -> bool:
         """Tell whether any gradient has arrived since this was asked before."""

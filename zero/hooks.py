@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 
 class ModuleHook:
@@ -62,6 +65,17 @@ class LastHooks:
         for hooks, number in self._kept:
             if number in hooks and next(reversed(hooks)) != number:
                 hooks[number] = hooks.pop(number)
+
+
+def is_inside_forward(module: nn.Module) -> bool:
+    """Tell, in a hook of a call of `module`, whether another call of it is around this one."""
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module:
+            count += 1
+        frame = frame.f_back
+    return count > 1
 
 
 def do_nothing(*_: Any) -> None:

@@ -25,7 +25,7 @@ from zero.comm import Communicator
 from zero.experts import ExpertTurns
 from zero.gradients import GradientReducer
 from zero.guard import SavedTensorGuard
-from zero.hooks import ModuleHook
+from zero.hooks import ModuleHook, is_inside_forward
 from zero.order import Phase
 from zero.prefetch import Prefetcher
 from zero.reuse import PrefetchLimits
@@ -129,8 +129,11 @@ class UnitScheduler:
         """Drop what a failed backward has left, unless a forward or a backward runs.
 
         The root unit has no hooks where it does not move: its blocks need to know of the model.
+        What is left of a forward of the model that was interrupted is found by the next one.
         """
-        if not self._forwards and torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if not self._forwards or (of_model and not is_inside_forward(self.units[0].module)):
             self.recover()
             self._phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.INFERENCE
             self._is_in_model = of_model
@@ -196,6 +199,7 @@ class UnitScheduler:
                 token.has_gradient_inputs |= tensor.requires_grad
                 node = tensor.grad_fn
                 if node is not None:
+                    token.last_input = max(token.last_input, node._sequence_nr())
                     node.register_prehook(ModuleHook(self._done, unit, token))
 
     def _after_forward(
@@ -215,7 +219,8 @@ class UnitScheduler:
         for tensor in tensors_in(output):
             node = tensor.grad_fn
             if node is not None:
-                node.register_prehook(ModuleHook(self._needed, unit, token, tensor.dim()))
+                begin = (node._sequence_nr(), tensor.dim())
+                node.register_prehook(ModuleHook(self._needed, unit, token, begin))
         in_backward = torch._C._current_graph_task_id() != -1
         self._release(unit, is_recomputed=in_backward)
         if not (self._forwards or in_backward or self._is_in_model):
@@ -243,9 +248,23 @@ class UnitScheduler:
             self.recover()  # no backward is around this one, so the earlier one failed
         self._tasks.enter()
 
-    def _needed(self, unit: Unit, token: object, output_dim: int, _gradients: Any) -> None:
-        """Unshard for the backward of one forward instance, which begins at one of its outputs."""
+    def _needed(self, unit: Unit, token: Instance, begin: tuple[int, int], _gradients: Any) -> None:
+        """Unshard for the backward of one forward instance, which begins at one of its outputs.
+
+        Args:
+            unit: the unit.
+            token: its forward.
+            begin: sequence number of the node, and dimensions of the output.
+        """
         self._queue_end_of_task()
+        sequence, output_dim = begin
+        is_alone = self._communicator.world_size == 1
+        if is_alone or not self._turns.take(unit):  # ranks go through experts as they like
+            present = tuple(self._unsharded.values())
+            for other, ended in self._arrivals.overtaken(
+                token, sequence, present, is_alone=is_alone
+            ):
+                self._done(other, ended, None)
         task = torch._C._current_graph_task_id()
         unit.backward_tokens[token] = _UNTIL_NEXT_FORWARD if torch.is_grad_enabled() else task
         is_loss = unit.index == 0 and output_dim == 0

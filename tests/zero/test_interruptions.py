@@ -100,3 +100,44 @@ def test_an_interrupted_block_drops_its_window_alone(
         assert engine.ledger.snapshot().nvme_write_bytes > 0
     engine.destroy()
     reference.destroy()
+
+
+class Tree(Net):
+    """Calls itself: a forward of the model inside one of its own."""
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        for block in self.h:
+            x = block(x)
+        return self.enter(self(x, depth - 1)) if depth else x
+
+
+@pytest.mark.parametrize("kind", [Net, Tree])
+def test_a_model_that_was_interrupted_begins_anew(kind: type[Net], scratch: Path) -> None:
+    """As `engine.module.generate` is, in a notebook: no step comes that would tidy up."""
+    plain, x = kind(reentrant=False), torch.ones(2, WIDTH)
+    offload = {"device": "nvme", "nvme_path": str(scratch)}
+    config = {
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "offload_param": offload,
+        },
+        "tiers": {"host_memory": "64KB"},
+    }
+    engine, _, _, _ = zero.initialize(model=kind(reentrant=False), config=config)
+    units = engine._runtime.scheduler.units
+    with torch.no_grad():
+        wanted = plain(x)
+        assert torch.equal(engine.module(x), wanted)
+        assert not any(unit.is_unsharded for unit in units)
+        for number in (1, 3):
+            block: Any = engine.module.h[number]
+            block.fails = True
+            with pytest.raises(KeyboardInterrupt):
+                engine.module(x)
+            block.fails = False
+            assert any(unit.is_unsharded for unit in units), "nobody has told of the interruption"
+            assert torch.equal(engine.module(x), wanted)
+            assert not any(unit.is_unsharded for unit in units)
+    assert engine.ledger.snapshot().nvme_read_bytes > 0
+    engine.destroy()

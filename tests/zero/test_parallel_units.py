@@ -1,0 +1,145 @@
+"""Units side by side on one input: one of them at a time is unsharded in the backward, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+import zero.planning
+from tests.support.configs import make_config
+from tests.support.fork_ranks import on_ranks
+from tests.support.observe import state_digest
+from tests.support.simulated_device import SimulatedDevice
+
+pytestmark = pytest.mark.nvme
+
+WIDTH, HEADS = 32, 12
+
+
+class Heads(nn.Module):
+    """Many heads on one trunk, or on the input itself; some use what they are given twice."""
+
+    def __init__(self, *, trunk: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(WIDTH, WIDTH) if trunk else nn.Identity()
+        self.heads = nn.ModuleList(Head() for _ in range(HEADS))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.trunk(x)
+        y = x.detach()
+        for head in self.heads:
+            y = y + head(x)
+        return self.out(y).square().mean()
+
+
+class Head(nn.Module):
+    """A gated layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tanh(self.down(torch.tanh(self.up(x))))
+
+
+def trained(tier: str, folder: Path, *, trunk: bool, rank: int = 0) -> dict[str, Any]:
+    """Train three steps, and return what the plan was exceeded by, by the name of the line."""
+    config = make_config(
+        parameters=tier, optimizer=tier, nvme_path=str(folder), sub_group_size=10_000,
+        host_memory="400KB" if tier == "nvme" else "8MB",
+    )  # fmt: skip
+    engine, _, _, _ = zero.initialize(model=Heads(trunk=trunk), config=config)
+    losses = []
+    for number in range(3):
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        loss = engine(torch.randn(2, WIDTH, generator=generator))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    lines = engine.memory_report()["lines"]
+    found = {
+        "losses": losses,
+        "state": state_digest(engine),
+        "read": engine.ledger.snapshot().bytes_by_class["nvme read parameter"],
+        "exceeded": {
+            each["what"]: [each["actual_bytes"], each["planned_bytes"]]
+            for each in lines
+            if (each["actual_bytes"] or 0) > each["planned_bytes"] > 0
+        },
+        "live": sum(
+            each["actual_bytes"] for each in lines if each["what"] == "parameters unsharded (peak)"
+        ),
+    }
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("tier", "simulates"), [("nvme", False), ("nvme", True), ("cpu", True)])
+@pytest.mark.parametrize("trunk", [True, False])
+def test_heads_take_turns_within_the_plan(
+    tier: str,
+    scratch: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    simulates: bool,
+    trunk: bool,
+) -> None:
+    reference = trained("none", scratch, trunk=trunk)
+    if simulates:
+        monkeypatch.setattr(zero.planning, "open_device", lambda _: SimulatedDevice(1))
+    found = trained(tier, scratch, trunk=trunk)
+    assert (found["read"] > 0) == (tier == "nvme")
+    assert found["live"] > 0
+    assert not found["exceeded"]
+    assert found["losses"] == reference["losses"]
+    assert found["state"] == reference["state"]
+
+
+@pytest.mark.parametrize("simulates", [False, True])
+def test_ranks_take_them_alike(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, *, simulates: bool
+) -> None:
+    def work(rank: int) -> list[dict[str, Any]]:
+        reference = trained("none", scratch, trunk=True, rank=rank)
+        if simulates:
+            monkeypatch.setattr(zero.planning, "open_device", lambda _: SimulatedDevice(1))
+        return [reference, trained("cpu", scratch, trunk=True, rank=rank)]
+
+    for reference, found in on_ranks(work, 2, scratch):
+        assert found["live"] > 0
+        assert not found["exceeded"]
+        assert found["losses"] == reference["losses"]
+        assert found["state"] == reference["state"]
+
+
+def test_forwards_of_several_threads_are_not_compared(scratch: Path) -> None:
+    """Each thread numbers its nodes from zero: the second forward here looks older than it is."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def window(engine: zero.ZeroEngine, *, threads: bool) -> float:
+        x = torch.ones(2, WIDTH)
+        first = engine(x)
+        with ThreadPoolExecutor(1) as pool:
+            second = pool.submit(engine, 2 * x).result() if threads else engine(2 * x)
+        loss = first + second
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    found = []
+    for threads in (False, True):
+        config = make_config(parameters="nvme", optimizer="nvme", nvme_path=str(scratch))
+        engine, _, _, _ = zero.initialize(model=Heads(), config=config)
+        losses = [window(engine, threads=threads) for _ in range(3)]
+        found.append((losses, state_digest(engine), engine.global_steps))
+        engine.destroy()
+    assert found[0] == found[1]
