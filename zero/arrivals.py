@@ -3,8 +3,9 @@
 [Note: first units] No node tells when the backward of such a unit ends: it has nothing to give to
 whoever came before. But every node that uses its values leads to one of its parameters then, so
 when all of these have their gradients, nothing uses them any more. Where one gets none, the unit is
-held until the backward ends. Only memory depends on this: who needs a value that is gone unshards
-it, see [Note: saved-tensor guard].
+held until another unit's backward begins that is older, or the backward ends. So it is on several
+ranks, which must do alike: which gradients arrive is what each knows alone. Only memory depends on
+this: who needs a value that is gone unshards it, see [Note: saved-tensor guard].
 
 [Note: overtaken units] Where several units have one input, the node that produced it runs after the
 backwards of all of them. But autograd runs the nodes that a thread made by descending sequence
@@ -45,9 +46,12 @@ class Instance:
 class Arrivals:
     """The gradients that have arrived, of units that nothing else tells the end of."""
 
-    def __init__(self, units: Sequence[Unit], release: Callable[[Unit], None]) -> None:
+    def __init__(
+        self, units: Sequence[Unit], release: Callable[[Unit], None], *, is_alone: bool
+    ) -> None:
         self._units = tuple(units)
         self._release = release
+        self._is_alone = is_alone
         self._arrived: dict[tuple[int, int], set[tuple[int, int]]] = {}
         """Segments and positions in them, by graph task and unit."""
         self._has_any = False
@@ -55,6 +59,8 @@ class Arrivals:
     def note(self, segment: Segment, position: int) -> None:
         """Take note of the gradient of a parameter; release its unit if that was the last one."""
         self._has_any = True
+        if not self._is_alone:
+            return
         unit = self._units[segment.spec.unit_index]
         task = torch._C._current_graph_task_id()
         ending = [
@@ -73,7 +79,7 @@ class Arrivals:
         self._release(unit)
 
     def overtaken(
-        self, by: Instance, sequence: int, present: Iterable[Unit], *, is_alone: bool
+        self, by: Instance, sequence: int, present: Iterable[Unit]
     ) -> list[tuple[Unit, Instance]]:
         """Return whose backward is over without a sign of it, see [Note: overtaken units].
 
@@ -81,18 +87,13 @@ class Arrivals:
             by: the instance whose backward begins, in the graph task that runs.
             sequence: number of the node that it begins with.
             present: the units that may hold something.
-            is_alone: whether there is one rank. Several must do alike, and look at what each of
-                them knows: nodes of inputs, and not gradients that have arrived.
         """
         task = torch._C._current_graph_task_id()
         return [
             (unit, token)
             for unit in present
             for token, own in unit.backward_tokens.items()
-            if own == task
-            and isinstance(token, Instance)
-            and (is_alone or token.has_gradient_inputs)
-            and token.is_overtaken(by, sequence)
+            if own == task and isinstance(token, Instance) and token.is_overtaken(by, sequence)
         ]
 
     def take_any(self) -> bool:

@@ -33,7 +33,7 @@ from zero.loader import ResumableLoader
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.lr_schedules import step_schedule
 from zero.materialize import outside_inference_mode
-from zero.memory import memory_lines, memory_report, warn_if_exceeded
+from zero.memory import PlanCheck, memory_report
 from zero.optimizer import ZeroOptimizer
 from zero.planning import Blueprint, Plan
 from zero.replan import History, Resize, group_unfrozen, has_changed, rebuild
@@ -100,7 +100,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self._grad_norm: float | None = None
         self._clipped_norm: float | None = None
         self._destroyed = False
-        self._first_step: list[dict[str, Any]] | None = None
+        self._check = PlanCheck()
         self._owns_group = owns_group
         self._connect(runtime, blueprint)
         self.ledger.begin_step()
@@ -289,7 +289,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         return {
             **self.plan.to_dict(),
             **memory_report(self.plan.memory, store, baseline_bytes=self.plan.rss_at_start_bytes),
-            "first_step": self._first_step,
+            "first_step": self._check.first_step,
         }
 
     def destroy(self) -> None:
@@ -346,16 +346,12 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         self._history.updates += 1
 
     def _close_step(self) -> None:
-        """Close the step in the ledger, and compare the plan with reality after the first one."""
+        """Close the step in the ledger, and compare the plan with reality; peaks may come late."""
         self._retired = None
         self._runtime.store.ledger.end_step()
         if self.pending_save is not None:
             self.pending_save.warn_if_failed()
-        if self.global_steps == 1:
-            lines = memory_lines(self.plan.memory, self._runtime.store)
-            self._first_step = [line.to_dict() for line in lines]
-            self._runtime.store.heap.trim()  # kernels were compiled
-            warn_if_exceeded(lines)
+        self._check.close_step(self.plan.memory, self._runtime.store, self.global_steps)
 
     def _skip_update(self, norm: float, names: Sequence[str]) -> None:
         """Count a step whose gradients are not finite; a dynamic loss scale expects some."""
@@ -402,8 +398,12 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             self._forward_pending = self._window_saw_forward = True
 
     def _adopt_changes(self) -> None:
-        """Take over what the user changed of the model, at the begin of an accumulation window."""
-        adopt_replaced(self._slots)
+        """Take over what the user changed of the model, at the begin of an accumulation window.
+
+        A parameter that is put in place while a trained model is evaluated may be there for that.
+        """
+        if torch.is_grad_enabled() or self.optimizer is None:
+            adopt_replaced(self._slots)
         self._adopt_shapes()
         optimizer, is_boundary = self.optimizer, not self._micro_batches and self._is_idle
         if (

@@ -163,10 +163,13 @@ class GradientReducer:
         arrived = self._arrived[segment.index]
         offset, numel = segment.layout.offsets[position], segment.layout.numels[position]
         target = scratch[offset : offset + numel].view(gradient.shape)
+        plain = gradient.detach()
+        if plain.layout is not torch.strided:
+            plain = plain.to_dense()  # of an embedding with sparse=True
         if is_again:
-            target.add_(gradient.detach())
+            target.add_(plain)
         else:
-            target.copy_(gradient.detach())
+            target.copy_(plain)
             arrived.add(position)
         if len(arrived) == len(segment.members) and self._communicator.world_size == 1:
             self._reduce(segment)

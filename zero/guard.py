@@ -13,6 +13,7 @@ an operation that saves its own output would else keep itself, and with it its g
 from __future__ import annotations
 
 import bisect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -62,8 +63,9 @@ class SavedTensorGuard:
     def __init__(self, require: Callable[[Unit], None]) -> None:
         self._require = require
         self._owners: dict[int, tuple[Unit, Segment]] = {}
-        self._pushed: list[int | None] = []
-        """The graph task that each `push` was inside of, -1 outside; None if it pushed nothing."""
+        self._pushed: list[tuple[int, int] | None] = []
+        """The thread of each `push`, and the graph task that it was inside of, -1 outside; None if
+        it pushed nothing."""
 
     def watch(self, unit: Unit) -> None:
         """Recognise the buffers of a unit that is unsharded now."""
@@ -86,7 +88,7 @@ class SavedTensorGuard:
             self._pushed.append(None)  # an outer unit's forward is guarded already
             return
         _autograd._push_saved_tensors_default_hooks(_Pack(self, below), self._unpack)
-        self._pushed.append(torch._C._current_graph_task_id())
+        self._pushed.append(_place())
 
     def pop(self) -> None:
         """End the innermost `push`."""
@@ -96,15 +98,16 @@ class SavedTensorGuard:
     def pop_all(self) -> None:
         """End every `push` that an interruption has left behind.
 
-        The hooks of a thread are as before when a backward ends, whatever was pushed inside of it.
+        Each thread has hooks of its own, and they are as before when a backward ends, whatever was
+        pushed inside of it.
         """
-        here = torch._C._current_graph_task_id()
+        here, outside = _place(), (threading.get_ident(), -1)
         left, self._pushed = self._pushed, []
-        for task in left:
-            if task == here:
+        for place in left:
+            if place == here:
                 _autograd._pop_saved_tensors_default_hooks()
-            elif task == -1:
-                self._pushed.append(task)  # to be ended when this is called outside again
+            elif place == outside:
+                self._pushed.append(place)  # to be ended when this is called outside again
 
     def pack(self, tensor: torch.Tensor, below: tuple[_Hook, _Hook] | None) -> Any:
         """Return what autograd keeps in place of `tensor`."""
@@ -154,6 +157,35 @@ class _Pack:
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         return self.guard.pack(tensor, self._below)
+
+
+def refuse_transforms(name: str) -> None:
+    """Refuse to run the forward of a unit that moves inside of what sees through memory.
+
+    Args:
+        name: of the unit.
+
+    Raises:
+        RuntimeError: inside of a transform of `torch.func`, or where torch traces.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        what, fix = (
+            "a transform of torch.func (grad, vmap, jvp, jacrev ...)",
+            ("use torch.autograd.grad, torch.autograd.functional or torch.autograd.forward_ad"),
+        )
+    elif torch._C._get_tracing_state() is not None:
+        what, fix = "torch.jit.trace", "trace a model that no engine has"
+    else:
+        return
+    raise RuntimeError(
+        f"unit {name} moves between memories, which {what} cannot follow: {fix}, or let parameters"
+        " stay where they are used (zero_optimization.stage 0 to 2)"
+    )
+
+
+def _place() -> tuple[int, int]:
+    """Return this thread, and the graph task that runs in it."""
+    return threading.get_ident(), torch._C._current_graph_task_id()
 
 
 def _parameter_at(segment: Segment, offset: int) -> nn.Parameter:

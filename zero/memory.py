@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,6 @@ def memory_lines(plan: MemoryPlan, store: Store) -> list[MemoryLine]:
 
     Peaks of what comes and goes are those that the ledger has seen.
     """
-    peaks = store.ledger.peaks
     lines = [
         MemoryLine(
             tier,
@@ -78,15 +77,7 @@ def memory_lines(plan: MemoryPlan, store: Store) -> list[MemoryLine]:
         for section in (Section.PARAMETER, Section.GRADIENT, Section.STATE)
     ]
     lines += [
-        MemoryLine(
-            Tier.DEVICE, LIVE_PARAMETERS, plan.live_parameter_bytes, peaks.get(LIVE_PARAMETERS)
-        ),
-        MemoryLine(
-            Tier.DEVICE,
-            GRADIENT_SCRATCH,
-            plan.gradient_scratch_bytes,
-            peaks.get(GRADIENT_SCRATCH),
-        ),
+        *peak_lines(plan, store),
         MemoryLine(Tier.DEVICE, COLLECTIVE_SCRATCH, plan.collective_scratch_bytes, None),
         MemoryLine(Tier.DEVICE, START_EXCESS, plan.start_excess_bytes, None),
         MemoryLine(
@@ -107,6 +98,19 @@ def memory_lines(plan: MemoryPlan, store: Store) -> list[MemoryLine]:
     return [line for line in lines if line.planned_bytes or line.actual_bytes]
 
 
+def peak_lines(plan: MemoryPlan, store: Store) -> list[MemoryLine]:
+    """Compare the plan of what comes and goes with the peaks that the ledger has seen."""
+    peaks = store.ledger.peaks
+    planned = {
+        LIVE_PARAMETERS: plan.live_parameter_bytes,
+        GRADIENT_SCRATCH: plan.gradient_scratch_bytes,
+    }
+    return [
+        MemoryLine(Tier.DEVICE, what, planned_bytes, peaks.get(what))
+        for what, planned_bytes in planned.items()
+    ]
+
+
 def present_bytes(memories: Iterable[Memory]) -> int:
     """Return the bytes that are in memory: pages of the host, all of what is on a device."""
     found = list(memories)
@@ -115,12 +119,36 @@ def present_bytes(memories: Iterable[Memory]) -> int:
     return resident_set_bytes(spans) + on_device
 
 
-def warn_if_exceeded(lines: Sequence[MemoryLine]) -> None:
-    """Warn of every category that took more than was planned, by name and with both numbers."""
-    for line in lines:
-        if line.exceeds:
+class PlanCheck:
+    """Compares the plan with what is there when steps end: all of it once, peaks each time."""
+
+    def __init__(self) -> None:
+        self.first_step: list[dict[str, Any]] | None = None
+        """What the comparison after the first step has found."""
+        self._named: set[str] = set()
+        """What has exceeded its plan: each is worth one warning."""
+
+    def close_step(self, plan: MemoryPlan, store: Store, steps: int) -> None:
+        """Warn of every category that took more than was planned, by name and with both numbers.
+
+        Args:
+            plan: the plan of this rank.
+            store: what was allocated from it.
+            steps: how many steps were taken.
+        """
+        if self.first_step is None:
+            lines = memory_lines(plan, store)
+            self.first_step = [line.to_dict() for line in lines]
+            store.heap.trim()  # kernels were compiled
+        else:
+            lines = peak_lines(plan, store)
+        when = "the first step" if steps == 1 else f"step {steps}"
+        for line in lines:
+            if not line.exceeds or line.what in self._named:
+                continue
+            self._named.add(line.what)
             warnings.warn(
-                f"the first step took {line.actual_bytes} bytes of {line.tier.value} memory for"
+                f"{when} took {line.actual_bytes} bytes of {line.tier.value} memory for"
                 f" {line.what}, but {line.planned_bytes} were planned; the budget may be exceeded:"
                 " lower tiers.host_memory by the difference, or look for what holds several units"
                 " at once (a backward with create_graph=True does: tiers.double_backward plans for"

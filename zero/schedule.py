@@ -24,7 +24,7 @@ from zero.arrivals import Arrivals, Instance
 from zero.comm import Communicator
 from zero.experts import ExpertTurns
 from zero.gradients import GradientReducer
-from zero.guard import SavedTensorGuard
+from zero.guard import SavedTensorGuard, refuse_transforms
 from zero.hooks import ModuleHook, is_inside_forward
 from zero.order import Phase
 from zero.prefetch import Prefetcher
@@ -54,7 +54,8 @@ class UnitScheduler:
         self._reducer = reducer
         self._turns = ExpertTurns(units, store, reducer, communicator)
         self._guard = SavedTensorGuard(self._require_for_backward)
-        self._arrivals = Arrivals(units, self._release)
+        is_alone = communicator.world_size == 1
+        self._arrivals = Arrivals(units, self._release, is_alone=is_alone)
         self._tokens: dict[int, list[Instance]] = {unit.index: [] for unit in units}
         self._tasks = BackwardTasks(self._end_of_task)
         self._handles: list[Any] = []
@@ -178,6 +179,8 @@ class UnitScheduler:
     ) -> None:
         if self._is_retired:
             return
+        if unit.moves:
+            refuse_transforms(unit.name)
         if not self._forwards:
             if not self._is_in_model or self._tasks.is_open:
                 self.begin_forward(of_model=False)
@@ -258,12 +261,9 @@ class UnitScheduler:
         """
         self._queue_end_of_task()
         sequence, output_dim = begin
-        is_alone = self._communicator.world_size == 1
-        if is_alone or not self._turns.take(unit):  # ranks go through experts as they like
+        if not self._turns.take(unit):  # ranks go through experts as they like
             present = tuple(self._unsharded.values())
-            for other, ended in self._arrivals.overtaken(
-                token, sequence, present, is_alone=is_alone
-            ):
+            for other, ended in self._arrivals.overtaken(token, sequence, present):
                 self._done(other, ended, None)
         task = torch._C._current_graph_task_id()
         unit.backward_tokens[token] = _UNTIL_NEXT_FORWARD if torch.is_grad_enabled() else task

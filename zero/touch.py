@@ -75,7 +75,12 @@ def _refuse(func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
     sharded = next(sharded_in((args, kwargs)), None)
     name = getattr(func, "__name__", str(func))
     fix = ""
-    if "storage" in name or name == "data_ptr":
+    if torch._guards.TracingContext.try_get() is not None or torch.compiler.is_compiling():
+        fix = (
+            "torch.compile and torch.export look at parameters before they run: compile what is"
+            " inside of a unit, block.forward = torch.compile(block.forward)"
+        )
+    elif "storage" in name or name == "data_ptr":
         fix = (
             "give whoever asks (a writer of files, say) plain tensors: clone it, or {name:"
             " value.clone() for name, value in model.state_dict().items()}, or use"

@@ -5,6 +5,7 @@ torch runs no hooks of a module after a `KeyboardInterrupt`, so those of a guard
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,26 @@ def test_a_model_that_was_interrupted_begins_anew(kind: type[Net], scratch: Path
             assert not any(unit.is_unsharded for unit in units)
     assert engine.ledger.snapshot().nvme_read_bytes > 0
     engine.destroy()
+
+
+def test_a_thread_that_ends_in_a_forward_leaves_this_ones_hooks(scratch: Path) -> None:
+    """Each thread has a stack of its own, and that of the one that ended is gone."""
+    reference = make_engine("none", scratch, reentrant=False)
+    wanted = [micro_batch(reference, number) for number in range(4)]
+    engine = make_engine("nvme", scratch, reentrant=False)
+    block: Any = engine.module.h[1]
+    block.fails = True
+    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
+        pool.submit(engine.module, torch.ones(2, WIDTH)).result()
+    block.fails = False
+    seen: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda each: (seen.append(1), each)[1], lambda each: each
+    ):
+        with torch.no_grad():
+            engine(torch.ones(2, WIDTH))
+        torch.ones(3, requires_grad=True).exp()
+    assert len(seen) == 1
+    assert [micro_batch(engine, number) for number in range(4)] == wanted
+    engine.destroy()
+    reference.destroy()

@@ -1,4 +1,4 @@
-"""`torch.func.functional_call` with other values leaves those in training as they are."""
+"""Values that are put in place to evaluate leave those in training as they are."""
 
 from __future__ import annotations
 
@@ -88,7 +88,46 @@ def test_a_functional_call_trains_nothing(
 def test_a_parameter_put_in_place_is_still_adopted(scratch: Path) -> None:
     engine = make_engine("nvme", scratch)
     engine.module.out.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.25))
-    with torch.no_grad():
-        engine(torch.ones(2, WIDTH))
+    engine(torch.ones(2, WIDTH))
     assert engine.module.out.weight.detach().clone().unique().tolist() == [0.25]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
+def test_parameters_that_are_put_in_place_to_evaluate_are_not_adopted(
+    tier: str, scratch: Path
+) -> None:
+    """As `store`, `copy_to` and `restore` of averages do with the objects."""
+    reference = make_engine("none", scratch)
+    wanted = [step(reference, number) for number in range(3)]
+    engine = make_engine(tier, scratch)
+    found, model = [step(engine, 0)], engine.module
+    for mode in (torch.no_grad, torch.inference_mode):
+        own = [layer.weight for layer in (model.out, model.h[1][0])]
+        plain = Net()
+        plain.load_state_dict({name: each.clone() for name, each in model.state_dict().items()})
+        for net in (model, plain):
+            for layer in (net.out, net.h[1][0]):
+                layer.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.01))
+        with mode():
+            x = torch.ones(2, WIDTH)
+            assert torch.equal(engine(x), plain(x))
+        for layer, weight in zip((model.out, model.h[1][0]), own, strict=True):
+            layer.weight = weight
+    found += [step(engine, number) for number in (1, 2)]
+    assert found == wanted
+    engine.destroy()
+    reference.destroy()
+
+
+def test_what_is_adopted_late_was_evaluated_with_already(scratch: Path) -> None:
+    engine = make_engine("nvme", scratch)
+    new = {name: torch.full_like(each, 0.02) for name, each in Net().state_dict().items()}
+    engine.module.load_state_dict(new, assign=True)
+    plain = Net()
+    plain.load_state_dict(new)
+    with torch.no_grad():
+        assert torch.equal(engine(torch.ones(2, WIDTH)), plain(torch.ones(2, WIDTH)))
+    assert step(engine, 0) == plain(torch.ones(2, WIDTH)).item()
+    assert type(engine.module.out.weight) is not nn.Parameter, "sharded again"
     engine.destroy()

@@ -143,3 +143,82 @@ def test_forwards_of_several_threads_are_not_compared(scratch: Path) -> None:
         found.append((losses, state_digest(engine), engine.global_steps))
         engine.destroy()
     assert found[0] == found[1]
+
+
+class Block(nn.Module):
+    """Half of it may be left out, on some ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.is_whole = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + torch.tanh(self.first(x))
+        return y + self.second(x) if self.is_whole else y
+
+
+class Target(nn.Module):
+    """A block is used again, where no gradient goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.h = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.h:
+            x = block(x)
+        return (x + self.h[1](x.detach())).square().mean()
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_ranks_part_in_a_block_on_an_input_without_gradient(tier: str, scratch: Path) -> None:
+    """Whether all of its gradients have arrived is what one rank knows alone."""
+
+    def work(rank: int) -> list[Any]:
+        found = []
+        for stage in (2, 3):
+            config = make_config(
+                stage=stage, parameters=tier if stage == 3 else "none", optimizer=tier,
+                nvme_path=str(scratch), host_memory="40KB" if tier == "nvme" else "8MB",
+                sub_group_size=512,
+            )  # fmt: skip
+            engine, _, _, _ = zero.initialize(model=Target(), config=config)
+            for block in engine.module.h:
+                block.is_whole = rank == 0
+            for number in range(3):
+                engine.backward(engine(torch.full((2, WIDTH), 1.0 + rank + number)))
+                engine.step()
+            moved = engine.ledger.snapshot().nvme_read_bytes
+            assert (moved > 0) == (tier == "nvme")
+            found.append([state_digest(engine), engine.global_steps])
+            engine.destroy()
+        return found
+
+    for partitioned, sharded in on_ranks(work, 2, scratch):
+        assert sharded == partitioned
+        assert sharded[1] == 3
+
+
+def test_what_exceeds_the_plan_in_a_later_step_is_said_once(scratch: Path) -> None:
+    config = make_config(
+        parameters="nvme", optimizer="nvme", nvme_path=str(scratch), host_memory="400KB",
+        sub_group_size=10_000,
+    )  # fmt: skip
+    engine, _, _, _ = zero.initialize(model=Heads(), config=config)
+
+    def step(*, twice: bool) -> None:
+        x = torch.ones(2, WIDTH).requires_grad_()
+        loss = engine(x)
+        if twice:
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = loss + slope.square().sum()
+        engine.backward(loss)
+        engine.step()
+
+    step(twice=False)
+    with pytest.warns(RuntimeWarning, match=r"^step 2 took \d+ bytes of device memory for param"):
+        step(twice=True)
+    step(twice=True)
+    engine.destroy()

@@ -26,6 +26,7 @@ import time
 from pathlib import Path
 
 from zero.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from zero.checkpoint.script import SCRIPT_NAME
 from zero.errors import CheckpointError
 
 LATEST = "latest"
@@ -62,6 +63,11 @@ def check_tag(tag: object) -> str:
         raise CheckpointError(
             f"the tag {tag!r} cannot name a checkpoint: use letters, digits and _ . = + @ -, at"
             " most 200 of them, not beginning with a dot"
+        )
+    if tag in (LATEST, SCRIPT_NAME):
+        raise CheckpointError(
+            f"the tag {tag!r} cannot name a checkpoint: a file beside the checkpoints has that"
+            " name; choose another one"
         )
     return tag
 

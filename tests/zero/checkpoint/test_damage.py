@@ -310,3 +310,8 @@ def test_what_cannot_be_written_is_refused_by_name(target: zero.ZeroEngine, tmp_
     with pytest.raises(CheckpointError, match=r"thesis.txt cannot be made: File exists; name one"):
         target.save_checkpoint(tmp_path / "ck" / "mine" / "thesis.txt")
     assert (tmp_path / "ck" / "mine" / "thesis.txt").read_text() == "years of work"
+    for tag in ("latest", "zero_to_fp32.py"):
+        with pytest.raises(CheckpointError, match=f"'{tag}' cannot name a checkpoint: a file"):
+            target.save_checkpoint(tmp_path / "ck", tag)
+    target.save_checkpoint(tmp_path / "ck")
+    assert (tmp_path / "ck" / "latest").is_file()
