@@ -258,7 +258,11 @@ class UnitScheduler:
             unit: the unit.
             token: its forward.
             begin: sequence number of the node, and dimensions of the output.
+
+        Raises:
+            RuntimeError: if the model was planned anew since that forward.
         """
+        _refuse_old_graph(is_old=self._is_retired)
         self._queue_end_of_task()
         sequence, output_dim = begin
         if not self._turns.take(unit):  # ranks go through experts as they like
@@ -284,6 +288,7 @@ class UnitScheduler:
 
     def _require_for_backward(self, unit: Unit) -> None:
         """Unshard a unit that the graph has reached by another way than its output."""
+        _refuse_old_graph(is_old=self._is_retired)
         task = torch._C._current_graph_task_id()
         in_graph = torch.is_grad_enabled()
         if unit.is_held and not (in_graph and task != -1):
@@ -350,3 +355,11 @@ class UnitScheduler:
             self._reducer.flush()
         if self.on_backward_end is not None and has_gradients:
             self.on_backward_end()
+
+
+def _refuse_old_graph(*, is_old: bool) -> None:
+    if is_old:
+        raise RuntimeError(
+            "this graph is of a forward before parameters were frozen, unfrozen or resized, and the"
+            " model was planned anew since: run the forward again"
+        )

@@ -58,7 +58,7 @@ def test_a_functional_call_trains_nothing(
     reference = make_engine("none", scratch)
     wanted = [step(reference, number) for number in range(3)]
     engine = make_engine(tier, scratch)
-    assert step(engine, 0) == wanted[0]
+    losses = [step(engine, 0)]
     if tier == "nvme":
         assert engine.ledger.snapshot().nvme_write_bytes > 0
     plain, x = Net(), torch.ones(2, WIDTH)
@@ -79,7 +79,8 @@ def test_a_functional_call_trains_nothing(
         strict=True,
     ):
         assert torch.equal(mine, theirs)
-    assert [step(engine, number) for number in (1, 2)] == wanted[1:]
+    losses += [step(engine, number) for number in (1, 2)]
+    assert losses == wanted
     assert engine.global_steps == 3
     engine.destroy()
     reference.destroy()
@@ -128,6 +129,27 @@ def test_what_is_adopted_late_was_evaluated_with_already(scratch: Path) -> None:
     plain.load_state_dict(new)
     with torch.no_grad():
         assert torch.equal(engine(torch.ones(2, WIDTH)), plain(torch.ones(2, WIDTH)))
-    assert step(engine, 0) == plain(torch.ones(2, WIDTH)).item()
+    loss = step(engine, 0)
+    assert loss == plain(torch.ones(2, WIDTH)).item()
     assert type(engine.module.out.weight) is not nn.Parameter, "sharded again"
+    engine.destroy()
+
+
+@pytest.mark.parametrize("tier", ["none", "nvme"])
+def test_a_loss_from_before_a_freeze_says_so_where_it_is_lost(tier: str, scratch: Path) -> None:
+    engine = make_engine(tier, scratch)
+    step(engine, 0)
+    loss = engine(torch.ones(2, WIDTH))
+    engine.module.h[0][0].weight.requires_grad_(requires_grad=False)
+    engine(torch.ones(2, WIDTH))
+    if tier == "nvme":
+        with pytest.raises(
+            RuntimeError, match="before parameters were frozen, unfrozen or resized"
+        ):
+            engine.backward(loss)
+    else:
+        engine.backward(loss)
+        engine.step()
+    step(engine, 1)
+    assert engine.global_steps == 2 + (tier == "none")
     engine.destroy()
