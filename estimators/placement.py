@@ -14,7 +14,7 @@ they stay a small part of what pages.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from estimators.layout import SHARD_ALIGNMENT_NUMEL, align_down, align_up, split_evenly_bounded
@@ -50,6 +50,9 @@ SLOT_EFFICIENT_BYTES = 1 << 20
 
 SLOT_COUNTS = (6, 5, 4, 3, 2)
 """One being updated, the others read ahead or written behind."""
+
+MOST_SUB_GROUPS = 1 << 18
+"""More of them take longer to plan than a large model takes to train a step, and memory."""
 
 _FILLING_ROUNDS = 8
 """How often more of a device is tried to be spent, at most."""
@@ -174,6 +177,7 @@ def plan_placement(request: PlacementRequest, budget: Budget) -> MemoryPlan:
     slots = SlotPlan(0, 0)
     if _pages(request, budget):
         slots = plan_slots(request, budget.host_bytes - _must_stay_bytes(request))
+    _check_count(request, budget, slots)
     plan = _fill(request, budget, slots)
     _check_other_tiers(plan, budget)
     return plan
@@ -357,14 +361,46 @@ def _bytes_of(
 
 def _cut(request: PlacementRequest, slots: SlotPlan | None) -> list[list[tuple[int, int]]]:
     """Return the sub-group bounds of each segment."""
-    cuts = []
+    return [split_evenly_bounded(numel, cap) for numel, cap in _caps(request, slots)]
+
+
+def _caps(request: PlacementRequest, slots: SlotPlan | None) -> Iterator[tuple[int, int]]:
+    """Yield the elements of each segment's shard, and the most of a sub-group of it."""
     for segment in request.segments:
-        shard_numel = segment.layout(request.world_size).shard_numel
         cap = sub_group_cap(request, segment)
         if slots is not None and staged_bytes(request, segment, SHARD_ALIGNMENT_NUMEL):
             cap = largest_fitting_numel(request, segment, slots.size_bytes, cap)
-        cuts.append(split_evenly_bounded(shard_numel, cap))
-    return cuts
+        yield segment.layout(request.world_size).shard_numel, cap
+
+
+def _sub_group_count(request: PlacementRequest, slots: SlotPlan | None) -> int:
+    """Return how many sub-groups `_cut` makes."""
+    return sum(-(-numel // cap) for numel, cap in _caps(request, slots))
+
+
+def _check_count(request: PlacementRequest, budget: Budget, slots: SlotPlan) -> None:
+    """Refuse what would be cut into more sub-groups than can be planned."""
+    count = _sub_group_count(request, slots if slots.count else None)
+    if count <= MOST_SUB_GROUPS:
+        return
+    problem = f"{count} sub-groups, of at most {MOST_SUB_GROUPS} that there may be"
+    if _sub_group_count(request, None) > MOST_SUB_GROUPS:
+        twice = 2 * sum(numel for numel, _ in _caps(request, None))
+        raise PlanError(
+            f"sub_group_size {request.sub_group_numel} cuts what is updated into {problem}: set it"
+            f" to at least {align_up(-(-twice // MOST_SUB_GROUPS), SHARD_ALIGNMENT_NUMEL)}"
+        )
+    kept_bytes = _must_stay_bytes(request)
+    room_bytes = budget.host_bytes - kept_bytes
+    while _sub_group_count(request, plan_slots(request, room_bytes)) > MOST_SUB_GROUPS:
+        room_bytes *= 2
+    needed = kept_bytes + room_bytes
+    raise PlanError(
+        f"host_memory gives this rank {budget.host_bytes} bytes, whose slots are so small that what"
+        f" is paged is cut into {problem}; set tiers.host_memory to at least"
+        f" {needed * budget.ranks}",
+        needed_bytes=needed,
+    )
 
 
 def _build_sub_groups(

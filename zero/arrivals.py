@@ -4,8 +4,8 @@
 whoever came before. But every node that uses its values leads to one of its parameters then, so
 when all of these have their gradients, nothing uses them any more. Where one gets none, the unit is
 held until another unit's backward begins that is older, or the backward ends. So it is on several
-ranks, which must do alike: which gradients arrive is what each knows alone. Only memory depends on
-this: who needs a value that is gone unshards it, see [Note: saved-tensor guard].
+ranks, which must do alike, but for experts: which gradients arrive is what each knows alone. Only
+memory depends on this: who needs a value that is gone unshards it, see [Note: saved-tensor guard].
 
 [Note: overtaken units] Where several units have one input, the node that produced it runs after the
 backwards of all of them. But autograd runs the nodes that a thread made by descending sequence
@@ -47,11 +47,21 @@ class Arrivals:
     """The gradients that have arrived, of units that nothing else tells the end of."""
 
     def __init__(
-        self, units: Sequence[Unit], release: Callable[[Unit], None], *, is_alone: bool
+        self,
+        units: Sequence[Unit],
+        release: Callable[[Unit], None],
+        is_alone_with: Callable[[Unit], bool],
     ) -> None:
+        """Watch units.
+
+        Args:
+            units: all of them.
+            release: called for one that ends.
+            is_alone_with: tells whether this rank may release a unit when it likes.
+        """
         self._units = tuple(units)
         self._release = release
-        self._is_alone = is_alone
+        self._is_alone_with = is_alone_with
         self._arrived: dict[tuple[int, int], set[tuple[int, int]]] = {}
         """Segments and positions in them, by graph task and unit."""
         self._has_any = False
@@ -59,8 +69,6 @@ class Arrivals:
     def note(self, segment: Segment, position: int) -> None:
         """Take note of the gradient of a parameter; release its unit if that was the last one."""
         self._has_any = True
-        if not self._is_alone:
-            return
         unit = self._units[segment.spec.unit_index]
         task = torch._C._current_graph_task_id()
         ending = [
@@ -68,7 +76,7 @@ class Arrivals:
             for token, own in unit.backward_tokens.items()
             if own == task and isinstance(token, Instance) and not token.has_gradient_inputs
         ]
-        if not ending or not unit.moves:
+        if not ending or not unit.moves or not self._is_alone_with(unit):
             return
         arrived = self._arrived.setdefault((task, unit.index), set())
         arrived.add((segment.index, position))

@@ -18,6 +18,7 @@ from estimators import (
     DriveRates,
     MemoryPlan,
     PlacementRequest,
+    PlanError,
     Tier,
     minimum_host_bytes,
     plan_placement,
@@ -53,6 +54,15 @@ def node_budget(
             f" within the cgroups' limits), for each of {local_world_size} ranks"
         )
     host, window = _host_beside_device(request, share)
+    if host < (least := minimum_host_bytes(request)):
+        raise PlanError(
+            f'host_memory "auto" is {machine.HOST_MEMORY_MARGIN:.0%} of the {available} bytes'
+            f" available, {share} for each of {local_world_size} ranks: what is on the device,"
+            f" which is host memory here, takes {window} of them, and at least {least} are needed"
+            " beside; free memory, let parameters rest on nvme too, or make the largest unit"
+            " smaller",
+            needed_bytes=least,
+        )
     return Budget(host, *shares, ranks=local_world_size), (
         f"auto: {machine.HOST_MEMORY_MARGIN:.0%} of {available} bytes available (MemAvailable"
         f" within the cgroups' limits), for each of {local_world_size} ranks, less {window} on the"
@@ -63,25 +73,19 @@ def node_budget(
 def _host_beside_device(request: PlacementRequest, share_bytes: int) -> tuple[int, int]:
     """Return the host budget that leaves room for the device's line, and that line's bytes.
 
-    The more rests on the host, the less is unsharded at a time.
+    The more rests on the host, the less is unsharded at a time: so the device's line grows as the
+    budget shrinks from all that there is, and both meet after a few plans. The least budgets are
+    not planned: they cut the state of a large model into more sub-groups than memory holds.
     """
-
-    def device_bytes(host_bytes: int) -> int:
-        return plan_placement(request, Budget(host_bytes)).device_bytes
-
     smallest = minimum_host_bytes(request)
-    everything = max(in_play_bytes(request), smallest)
-    window = device_bytes(everything)
-    if everything + window <= share_bytes:
-        return share_bytes - window, window
-    most = device_bytes(smallest)
-    host = max(share_bytes - most, 0)
-    if host < smallest:
-        return host, most
-    window = device_bytes(host)
-    if device_bytes(share_bytes - window) <= window:
-        return share_bytes - window, window
-    return host, most
+    host = max(in_play_bytes(request), smallest)
+    window = plan_placement(request, Budget(host)).device_bytes
+    while (host := share_bytes - window) >= smallest:
+        needed = plan_placement(request, Budget(host)).device_bytes
+        if needed <= window:
+            return host, window
+        window = needed
+    return max(host, 0), window
 
 
 def warn_if_beyond_machine(plan: MemoryPlan, local_world_size: int) -> None:

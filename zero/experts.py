@@ -135,6 +135,10 @@ class ExpertTurns:
         """Tell whether a unit is an expert that ranks may use differently."""
         return unit.index in self._group_of
 
+    def is_alone_with(self, unit: Unit) -> bool:
+        """Tell whether this rank may do with a unit as it likes, and others need not do alike."""
+        return self._communicator.world_size == 1 or self.take(unit)
+
     def gather(self, unit: Unit) -> bool:
         """Unshard a unit in turns with the other ranks, where it is an expert in turn."""
         group = self._group_of.get(unit.index)

@@ -54,8 +54,7 @@ class UnitScheduler:
         self._reducer = reducer
         self._turns = ExpertTurns(units, store, reducer, communicator)
         self._guard = SavedTensorGuard(self._require_for_backward)
-        is_alone = communicator.world_size == 1
-        self._arrivals = Arrivals(units, self._release, is_alone=is_alone)
+        self._arrivals = Arrivals(units, self._release, self._turns.is_alone_with)
         self._tokens: dict[int, list[Instance]] = {unit.index: [] for unit in units}
         self._tasks = BackwardTasks(self._end_of_task)
         self._handles: list[Any] = []
@@ -265,9 +264,9 @@ class UnitScheduler:
         _refuse_old_graph(is_old=self._is_retired)
         self._queue_end_of_task()
         sequence, output_dim = begin
-        if not self._turns.take(unit):  # ranks go through experts as they like
-            present = tuple(self._unsharded.values())
-            for other, ended in self._arrivals.overtaken(token, sequence, present):
+        present = tuple(self._unsharded.values())
+        for other, ended in self._arrivals.overtaken(token, sequence, present):
+            if self._turns.is_alone_with(other) or not self._turns.take(unit):
                 self._done(other, ended, None)
         task = torch._C._current_graph_task_id()
         unit.backward_tokens[token] = _UNTIL_NEXT_FORWARD if torch.is_grad_enabled() else task

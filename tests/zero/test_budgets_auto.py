@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import zero
 from estimators import PlanError
+from estimators.placement import MOST_SUB_GROUPS
 from tests.support.configs import make_config
 from tests.support.tiny import make_model
 from zero import machine
@@ -69,6 +73,44 @@ def test_auto_leaves_the_margin_and_the_device_beside_it(
     assert f"each of {world_size} ranks" in plan.host_budget_source
 
 
+def test_an_auto_budget_of_a_large_model_is_found_at_once(sandbox: Path) -> None:
+    """The least budget would cut its state into 30 million sub-groups: none is planned for it."""
+    (sandbox / "meminfo").write_text(f"MemAvailable: {24_000_000} kB\n")
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(10_000, 10_000) for _ in range(20)))
+    for parameters in ("none", "nvme"):
+        config = make_config(
+            parameters=parameters, optimizer="nvme", nvme_path="/tmp", host_memory="auto"
+        )
+        memory = zero.plan_memory(model, config).memory
+        share = 24_000_000 * 1024 * 0.8
+        assert 0.95 * share < memory.host_budget_bytes + memory.device_bytes <= share
+        assert len(memory.sub_groups) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"host_memory": "12KB"}, r"cut into \d+ sub-groups.*tiers.host_memory to at least (\d+)"),
+        (
+            {"host_memory": "20GB", "sub_group_size": 64},
+            r"sub_group_size 64 cuts .* into \d+ sub-groups.* set it to at least (\d+)",
+        ),
+    ],
+)
+def test_more_sub_groups_than_can_be_planned_are_refused(keys: dict[str, Any], reason: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(20)))
+    keys = {"parameters": "none", "optimizer": "nvme", "nvme_path": "/tmp", **keys}
+    with pytest.raises(PlanError, match=reason) as caught:
+        zero.plan_memory(model, make_config(**keys))
+    found = re.search(reason, str(caught.value))
+    assert found is not None
+    keys["sub_group_size" if "sub_group_size" in keys else "host_memory"] = int(found[1])
+    memory = zero.plan_memory(model, make_config(**keys)).memory
+    assert 1000 < len(memory.sub_groups) <= MOST_SUB_GROUPS
+
+
 def test_everything_stays_in_memory_if_it_fits(sandbox: Path) -> None:
     config = make_config(parameters="nvme", optimizer="nvme", nvme_path="/tmp", host_memory="auto")
     memory = zero.plan_memory(make_model(), config).memory
@@ -79,7 +121,7 @@ def test_everything_stays_in_memory_if_it_fits(sandbox: Path) -> None:
 def test_an_auto_budget_that_is_too_small_is_refused_with_numbers(sandbox: Path) -> None:
     (sandbox / "meminfo").write_text("MemAvailable: 40 kB\n")
     config = make_config(parameters="nvme", optimizer="nvme", nvme_path="/tmp", host_memory="auto")
-    with pytest.raises(PlanError, match=r"host_memory gives this rank 0 bytes, but it needs \d+"):
+    with pytest.raises(PlanError, match=r'host_memory "auto" is 80% of .* at least \d+ are'):
         zero.plan_memory(make_model(), config)
 
 
