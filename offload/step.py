@@ -22,6 +22,7 @@ from offload.store import Store, count_use
 from offload.update_pass import GradientPieces, Rounding, UpdatePass
 
 _STATE = frozenset({Section.STATE})
+_MOST_NAMES = 8
 
 
 def update(
@@ -75,10 +76,16 @@ def update(
         store.device.settle()
         store.fail(
             f"an optimizer step failed midway ({type(error).__name__}); sub-groups already moved:"
-            f" {', '.join(moved) or 'none'}"
+            f" {moved_text(moved, len(groups))}"
         )
         raise
     store.drop_gradients()
+
+
+def moved_text(moved: Sequence[str], count: int) -> str:
+    """Return the names of what was updated, a few of them, of `count` in all."""
+    shown = ", ".join(moved[:_MOST_NAMES]) + (", ..." if len(moved) > _MOST_NAMES else "")
+    return f"{shown} ({len(moved)} of {count})" if moved else "none"
 
 
 def _update_all(

@@ -58,10 +58,11 @@ def node_budget(
         raise PlanError(
             f'host_memory "auto" is {machine.HOST_MEMORY_MARGIN:.0%} of the {available} bytes'
             f" available, {share} for each of {local_world_size} ranks: what is on the device,"
-            f" which is host memory here, takes {window} of them, and at least {least} are needed"
-            " beside; free memory, let parameters rest on nvme too, or make the largest unit"
+            f" which is host memory here, takes {window} of them"
+            + (f", and at least {least} are needed beside" if least else "")
+            + "; free memory, let optimizer and parameters rest on nvme, or make the largest unit"
             " smaller",
-            needed_bytes=least,
+            needed_bytes=max(least, 0),
         )
     return Budget(host, *shares, ranks=local_world_size), (
         f"auto: {machine.HOST_MEMORY_MARGIN:.0%} of {available} bytes available (MemAvailable"
@@ -85,7 +86,7 @@ def _host_beside_device(request: PlacementRequest, share_bytes: int) -> tuple[in
         if needed <= window:
             return host, window
         window = needed
-    return max(host, 0), window
+    return host, window
 
 
 def warn_if_beyond_machine(plan: MemoryPlan, local_world_size: int) -> None:

@@ -19,6 +19,7 @@ from zero.checkpoint.background import BackgroundSave
 from zero.checkpoint.engine_calls import CheckpointCalls
 from zero.durable import DurableRun
 from zero.errors import ConfigError
+from zero.gradients import GradientReducer
 from zero.hooks import ModuleHook
 from zero.integrity import (
     adopt_replaced,
@@ -29,6 +30,7 @@ from zero.integrity import (
     refuse_loss,
     refuse_set_gradients,
 )
+from zero.interrupts import held_back
 from zero.loader import ResumableLoader
 from zero.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zero.lr_schedules import step_schedule
@@ -198,7 +200,8 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         """Update the parameters if the accumulation window is complete.
 
         A parameter without a gradient is updated as if its gradient were zero. A gradient norm
-        that is not finite skips the update and counts in `skipped_steps`.
+        that is not finite skips the update and counts in `skipped_steps`. A Ctrl-C meanwhile takes
+        effect at the end.
 
         Raises:
             PageError: if a transfer failed; the engine then refuses to go on.
@@ -220,23 +223,8 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         if reducer is None:
             raise RuntimeError("an engine with an optimizer has no gradient reducer")
         reducer.shown.adopt()
-        norm = norm_and_audit(self._runtime, reducer) / self.loss_scaler.cur_scale
-        self._grad_norm, self._clipped_norm = norm, None
-        if math.isfinite(norm):
-            with outside_inference_mode():  # state begins here
-                self._run_update(self.optimizer, norm)
-            self._step_applied = True
-        else:
-            self._skip_update(norm, reducer.norm.not_finite)
-        self._restart_window()
-        self.global_steps += 1
-        self._global_samples += self.train_batch_size()
-        self._close_step()
-        self.loss_scaler.update_scale(not math.isfinite(norm), reducer.norm.not_finite)
-        if self.lr_scheduler is not None and math.isfinite(norm):
-            step_schedule(self.lr_scheduler)
-        if self.durable is not None:
-            self.durable.after_step(self)
+        with held_back():
+            self._take_step(self.optimizer, reducer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  torch's own
         """Drop the gradients accumulated so far."""
@@ -330,6 +318,26 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
         except AttributeError as error:
             raise AttributeError(no_attribute(name, module)) from error
 
+    def _take_step(self, optimizer: ZeroOptimizer, reducer: GradientReducer) -> None:
+        """Update, or skip the update, and begin a new window."""
+        norm = norm_and_audit(self._runtime, reducer) / self.loss_scaler.cur_scale
+        self._grad_norm, self._clipped_norm = norm, None
+        if math.isfinite(norm):
+            with outside_inference_mode():  # state begins here
+                self._run_update(optimizer, norm)
+            self._step_applied = True
+        else:
+            self._skip_update(norm, reducer.norm.not_finite)
+        self._restart_window()
+        self.global_steps += 1
+        self._global_samples += self.train_batch_size()
+        self._close_step()
+        self.loss_scaler.update_scale(not math.isfinite(norm), reducer.norm.not_finite)
+        if self.lr_scheduler is not None and math.isfinite(norm):
+            step_schedule(self.lr_scheduler)
+        if self.durable is not None:
+            self.durable.after_step(self)
+
     def _run_update(self, optimizer: ZeroOptimizer, norm: float) -> None:
         """Run one update over all sub-groups."""
         clip = self._settings.gradient_clipping
@@ -363,7 +371,7 @@ class ZeroEngine(CheckpointCalls, FieldSurface, nn.Module):
             f"step {self.global_steps + 1}: the gradient norm is {norm}, because of {shown}; the"
             " update is skipped",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
     def _read_ahead(self) -> None:

@@ -12,6 +12,7 @@ from offload import Field
 from zero.parameter import reference_of
 from zero.source import ShardSource, share_pieces
 from zero.weight_files import WeightReader, Weights, open_weights
+from zero.wording import some
 
 PIECE_NUMEL = 4 << 20
 """Elements that are in memory at a time."""
@@ -131,16 +132,17 @@ def _compare(
     unexpected = [name for name in sources if name not in known]
     numel = sum(target.tensor.numel() for target, _ in found)
     report = LoadReport(tuple(loaded), tuple(missing), tuple(unexpected), numel)
-    if strict and missing:
-        problems.append(f"missing in the weights: {', '.join(missing)}")
-    if strict and unexpected:
-        problems.append(f"not in the model: {', '.join(unexpected)}")
+    advice = ["zero.resize_parameter for other shapes"] if problems else []
+    problems = [some(list(dict.fromkeys(problems)), "; ")] if problems else []
+    if strict and (missing or unexpected):
+        problems += [f"missing in the weights: {some(missing)}"] if missing else []
+        problems += [f"not in the model: {some(unexpected)}"] if unexpected else []
+        advice += ["rename= for other names", "strict=False to load what is there"]
     if problems:
         raise RuntimeError(
             "the weights do not fit the model, and nothing was loaded: "
             + "; ".join(problems)
-            + ". Use rename= for other names, strict=False to load what is there,"
-            " zero.resize_parameter for other shapes"
+            + f". Use {', '.join(advice)}"
         )
     return report, found
 

@@ -154,7 +154,7 @@ class PlanCheck:
                 " at once (a backward with create_graph=True does: tiers.double_backward plans for"
                 " it)",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
 

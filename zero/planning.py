@@ -44,6 +44,7 @@ from zero.budgets import drive_rates, node_budget, start_bytes, warn_if_beyond_m
 from zero.comm import Communicator
 from zero.config import ZeroConfig, load_config
 from zero.config.autos import hidden_size_of
+from zero.config.swap_directory import require_writable
 from zero.devices import open_device
 from zero.errors import ConfigError, PlanError
 from zero.machine import thread_count
@@ -180,14 +181,20 @@ def parse_config(config: ConfigSource, model: nn.Module) -> ZeroConfig:
 
 
 def open_io_engine(settings: Settings) -> Engine:
-    """Open the engine that the settings ask for; "auto" tries each in the swap directory."""
+    """Open the engine that the settings ask for; "auto" tries each in the swap directory.
+
+    Raises:
+        OSError: if no swap files can be made there.
+    """
     aio = settings.aio
     pages = Tier.NVME in (settings.parameter_offload.tier, settings.optimizer_offload.tier)
     pages = pages or settings.tiers.durable is not None
     path = settings.tiers.nvme[0].path if pages and settings.tiers.nvme else None
+    if path is not None:
+        require_writable(path)
     return open_engine(
         aio.engine,
-        directory=path if path is not None and path.is_dir() else None,
+        directory=path,
         thread_count=aio.thread_count,
         block_bytes=aio.block_bytes,
         queue_depth=aio.queue_depth,
@@ -195,8 +202,15 @@ def open_io_engine(settings: Settings) -> Engine:
 
 
 def open_spool_engine(nvme: NvmeSettings | None) -> Engine:
-    """Open an engine for what rests in files beside the plan of an engine."""
-    return open_engine("auto", directory=nvme.path if nvme is not None else None, thread_count=2)
+    """Open an engine for what rests in files beside the plan of an engine.
+
+    Raises:
+        OSError: if no files can be made where swap files go.
+    """
+    path = nvme.path if nvme is not None else None
+    if path is not None:
+        require_writable(path)
+    return open_engine("auto", directory=path, thread_count=2)
 
 
 def make_blueprint(

@@ -25,21 +25,14 @@ import torch
 from torch import nn
 
 from estimators import ElementType, FlatLayout, Piece, SegmentSpec, shard_pieces
-from offload import (
-    Device,
-    DeviceChecksums,
-    Field,
-    HostDevice,
-    Ledger,
-    Store,
-    elements_at,
-    has_field,
-)
+from offload import Device, DeviceChecksums, Field, HostDevice, Ledger, Memory, Store, has_field
 from offload.arrays import torch_dtype
+from offload.device import elements_at
 from zero.aliases import LateAliases, checksums, device_checksums
 from zero.coming import ComingParameters, gather_flat, read_flat
 from zero.comm import Communicator
 from zero.late import Checksums, differing
+from zero.moved import returned
 from zero.replicated import gather_values
 from zero.seal import seal_all, sealed_like
 from zero.units import ManagedParameter, Router
@@ -82,6 +75,7 @@ class Segment:
         self.flat = torch.empty(0, dtype=torch_dtype(spec.element), device="cpu")
         """Shape `[padded numel]` once attached."""
         self._device: Device = HostDevice()
+        self._resident: Memory | None = None
         self.communicator = communicator
         self.dropped_gradients: set[int] = set()
         """Positions whose gradient was set to None since the segment last got gradients."""
@@ -122,9 +116,9 @@ class Segment:
         self._device = store.device
         self.is_replicated = self.is_in_place and self.layout.world_size > 1
         self._shapes = [parameter.shape for parameter in self.parameters]
-        resident = store.resident_parameters(self.index)
-        if self.is_in_place and resident is not None:
-            self.flat = elements_at(resident, self.spec.element, self.layout.padded_numel)
+        self._resident = store.resident_parameters(self.index) if self.is_in_place else None
+        if self._resident is not None:
+            self.flat = elements_at(self._resident, self.spec.element, self.layout.padded_numel)
             self._cut()
             _link(self.parameters, self._views)
             is_16_bit = self.spec.element is not ElementType.FP32
@@ -241,7 +235,8 @@ class Segment:
             if parameter.numel() != numel or parameter.dtype is not self.flat.dtype:
                 raise ValueError(
                     f"parameter {member.name} was replaced by {parameter.dtype} of shape"
-                    f" {tuple(parameter.shape)}; {self.flat.dtype} with {numel} elements is needed"
+                    f" {tuple(parameter.shape)}; {self.flat.dtype} with {numel} elements is needed:"
+                    " convert a model before zero.initialize"
                 )
             view = self.flat[offset : offset + numel].view(parameter.shape)
             with torch.no_grad():
@@ -289,6 +284,10 @@ class Segment:
         if not self.is_in_place:
             self.aliases.require_unwritten()
             return
+        if (flat := returned(self.flat, self._resident, self.spec)) is not None:
+            self.flat = flat
+            self._cut()
+            _link(self.parameters, self._views)
         if any(map(self._has_strayed, self.members)):
             position = None
         changed = self.changed(position=position)

@@ -23,6 +23,7 @@ from estimators import GenericRule, WholeTensors, align_up
 from offload import Field
 from offload.ledger import Activity
 from offload.spool import Spool, SpooledArray
+from offload.step import moved_text
 from offload.whole_records import Form, WholeRecords
 from zero.generic import bare_copy, run_step
 from zero.parameter import reference_of
@@ -352,7 +353,7 @@ def update_whole(
         store.device.settle()
         store.fail(
             f"an optimizer step failed midway ({type(error).__name__}); parameters already moved:"
-            f" {', '.join(moved) or 'none'}"
+            f" {moved_text(moved, len(order))}"
         )
         raise
     store.drop_gradients()

@@ -5,6 +5,7 @@ torch runs no hooks of a module after a `KeyboardInterrupt`, so those of a guard
 
 from __future__ import annotations
 
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero
+from offload import PagerFailedError
 from tests.support.configs import make_config
 
 pytestmark = pytest.mark.nvme
@@ -165,3 +167,82 @@ def test_a_thread_that_ends_in_a_forward_leaves_this_ones_hooks(scratch: Path) -
     assert [micro_batch(engine, number) for number in range(4)] == wanted
     engine.destroy()
     reference.destroy()
+
+
+class SignallingKernels:
+    """Kernels that somebody presses Ctrl-C in, so many times before the third update."""
+
+    def __init__(self, kernels: Any, presses: int) -> None:
+        self._kernels = kernels
+        self._presses = presses
+        self._updates = 0
+
+    def update(self, *arguments: Any) -> None:
+        self._updates += 1
+        for _ in range(self._presses if self._updates == 3 else 0):
+            signal.raise_signal(signal.SIGINT)
+        self._kernels.update(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+
+@pytest.mark.parametrize("tier", ["none", "nvme"])
+def test_a_ctrl_c_waits_for_the_end_of_a_step(
+    tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`except KeyboardInterrupt: engine.save_checkpoint(...)` has a whole state to save."""
+    reference = make_engine("none", scratch, reentrant=False)
+    wanted = [micro_batch(reference, number) for number in range(6)]
+    engine = make_engine(tier, scratch, reentrant=False)
+    losses = [micro_batch(engine, 0)]
+    store = engine._runtime.store
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "kernels", SignallingKernels(store.kernels, 1))
+        with pytest.raises(KeyboardInterrupt):
+            micro_batch(engine, 1)
+    assert engine.global_steps == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    engine.save_checkpoint(scratch / "ck")
+    losses += [micro_batch(engine, number) for number in (2, 3)]
+    assert losses == [wanted[0], *wanted[2:4]]
+    other = make_engine(tier, scratch, reentrant=False)
+    other.load_checkpoint(scratch / "ck")
+    again = [micro_batch(other, number) for number in (2, 3)]
+    assert again == wanted[2:4]
+    if tier == "nvme":
+        assert engine.ledger.snapshot().nvme_write_bytes > 0
+    for each in (engine, other, reference):
+        each.destroy()
+
+
+def test_a_second_ctrl_c_is_not_held_back(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("nvme", scratch, reentrant=False)
+    micro_batch(engine, 0)
+    store = engine._runtime.store
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "kernels", SignallingKernels(store.kernels, 2))
+        with pytest.raises(KeyboardInterrupt):
+            micro_batch(engine, 1)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(PagerFailedError, match=r"already moved: .* \(2 of \d+\)"):
+        engine.step()
+    engine.destroy()
+
+
+def test_a_handler_of_the_program_is_left_alone(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine("nvme", scratch, reentrant=False)
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append(engine.global_steps))
+    try:
+        micro_batch(engine, 0)
+        store = engine._runtime.store
+        monkeypatch.setattr(store, "kernels", SignallingKernels(store.kernels, 1))
+        micro_batch(engine, 1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [0]
+    assert engine.global_steps == 1
+    engine.destroy()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zero.checkpoint.directory import sync_folder
+from zero.checkpoint.folders import make_folder
 from zero.checkpoint.inspection import locate
 from zero.checkpoint.save import agree
 from zero.errors import CheckpointError
@@ -149,7 +150,8 @@ def _require_free(target: Path) -> None:
 
 def _make_pending(target: Path, nonce: str) -> Path:
     pending = target.with_name(f"{_PENDING}{nonce}")
-    pending.mkdir(parents=True)
+    make_folder(target.parent)
+    pending.mkdir()
     return pending
 
 

@@ -25,6 +25,7 @@ import threading
 import time
 from pathlib import Path
 
+from zero.checkpoint.folders import make_folder
 from zero.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from zero.checkpoint.script import SCRIPT_NAME
 from zero.errors import CheckpointError
@@ -85,7 +86,10 @@ def read_latest(folder: Path) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}; name the folder that checkpoints were saved"
+            " into"
+        ) from error
     return check_tag(text)
 
 
@@ -114,13 +118,7 @@ class PendingFolder:
 
     def make(self) -> None:
         """Make the folder and lock it; what killed saves have left is removed."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"the folder {self.folder} cannot be made: {error.strerror}; name one for"
-                " checkpoints that is there, or that can be made"
-            ) from error
+        make_folder(self.folder)
         finish_removals()
         final = self.folder / self.tag
         if final.is_symlink() or (final.exists() and not (final / MANIFEST_NAME).is_file()):

@@ -11,6 +11,7 @@ import torch
 from offload import Field
 from zero.buffers import other_state
 from zero.checkpoint.export_files import ExportEntry, write_file
+from zero.checkpoint.folders import make_folder
 from zero.checkpoint.save import agree, describe_tensors
 from zero.errors import CheckpointError
 from zero.parameter import reference_of
@@ -58,7 +59,7 @@ def save_16bit_model(engine: ZeroEngine, path: Path, *, exclude_frozen: bool) ->
     problem: Exception | None = None
     if communicator.rank == 0:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             write_file(path, entries, values)
         except (OSError, CheckpointError) as error:
             problem = error

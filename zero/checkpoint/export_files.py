@@ -26,6 +26,7 @@ from aio_ops import DataFile, open_engine
 from offload import tensor_span
 from offload.span_writer import SpanWriter
 from zero.checkpoint.directory import sync_folder
+from zero.checkpoint.folders import make_folder
 from zero.checkpoint.layout import safetensors_header
 from zero.checkpoint.manifest import DTYPE_CODES, PieceEntry
 from zero.errors import CheckpointError
@@ -96,8 +97,13 @@ def write_weights(
     safetensors: bool,
     max_shard_bytes: int,
 ) -> list[Path]:
-    """Write a model under the field's names, with an index if it takes several files."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a model under the field's names, with an index if it takes several files.
+
+    Raises:
+        CheckpointError: if the folder cannot be written.
+        OSError: if there is no room, or a write failed.
+    """
+    make_folder(folder)
     stem, suffix = ("model", "safetensors") if safetensors else ("pytorch_model", "bin")
     shards = split_shards(entries, max_shard_bytes)
     if len(shards) == 1:

@@ -56,6 +56,7 @@ from zero.plain import from_plain
 from zero.replan import keep_moments
 from zero.run_state import RestoreParts, RunState, restore, window_survives
 from zero.units import ManagedParameter
+from zero.wording import some
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine
@@ -376,12 +377,12 @@ class _Loading:
         notes = []
         if frozen and self._engine.optimizer is not None:
             notes.append(
-                f"frozen now, trained then: {_some(frozen)}: their optimizer state waits until they"
+                f"frozen now, trained then: {some(frozen)}: their optimizer state waits until they"
                 " are trained again"
             )
         if trained:
             notes.append(
-                f"trained now, frozen then: {_some(trained)}: their optimizer state goes on where"
+                f"trained now, frozen then: {some(trained)}: their optimizer state goes on where"
                 " it stopped, or begins at zero"
             )
         return notes
@@ -405,16 +406,20 @@ def match_names(engine: ZeroEngine, manifest: Manifest, *, strict: bool) -> dict
             entry = _find_saved(member, own[id(member.parameter)], saved, problems)
             if entry is not None:
                 found[member.name] = entry.name
+    advice = "zero.resize_parameter gives a parameter another shape" if problems else ""
+    problems = [some(problems, "; ")] if problems else []
     if strict:
         missing = [name for names in own.values() for name in names[:1] if name not in found]
         unexpected = sorted({each.name for each in manifest.tensors} - set(found.values()))
-        problems += [f"missing in the checkpoint: {_some(missing)}"] if missing else []
-        problems += [f"not in the model: {_some(unexpected)}"] if unexpected else []
+        problems += [f"missing in the checkpoint: {some(missing)}"] if missing else []
+        problems += [f"not in the model: {some(unexpected)}"] if unexpected else []
+        if missing or unexpected:
+            advice = "load_module_strict=False loads what is there"
     if problems:
         raise CheckpointError(
             "the checkpoint does not fit the model, and nothing was loaded: "
             + "; ".join(problems)
-            + ". Build the model as it was; load_module_strict=False loads what is there"
+            + f". Build the model as it was; {advice}"
         )
     return found
 
@@ -439,10 +444,6 @@ def _find_saved(
 
 def _members(group: UpdateGroup) -> tuple[int, list[int]]:
     return group.index, [id(parameter) for parameter in group.parameters]
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def come_to_rest(engine: ZeroEngine) -> None:

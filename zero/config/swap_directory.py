@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,11 +51,10 @@ def preflight(
         OSError: It does not exist, is no directory, cannot be written, or is too full.
     """
     directory = Path(path)
-    _check_directory(directory)
+    direct = require_writable(directory)
     file_system, device = _mount_of(directory)
     if not allow_any_file_system:
         _check_file_system(directory, file_system)
-    direct = _probe(directory)
     free_bytes = _free_bytes(directory)
     if needed_bytes > free_bytes:
         raise OSError(
@@ -63,6 +63,16 @@ def preflight(
             "free some space, name another directory, or raise tiers.host_memory",
         )
     return PreflightReport(directory, file_system, device, free_bytes, direct)
+
+
+def require_writable(directory: Path) -> bool:
+    """Find out whether swap files can be made in a directory; return whether they can be direct.
+
+    Raises:
+        OSError: It does not exist, is no directory, or cannot be written.
+    """
+    _check_directory(directory)
+    return _probe(directory)
 
 
 def _check_directory(directory: Path) -> None:
@@ -116,9 +126,11 @@ def _probe(directory: Path) -> bool:
             raise _unwritable(directory, error) from None
     else:
         return bool(_O_DIRECT)
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise _unwritable(directory, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
-    return False
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return False
+    except OSError as error:
+        raise _unwritable(directory, error) from None
 
 
 def _open_nameless(directory: Path, flags: int) -> int:
@@ -129,6 +141,8 @@ def _open_nameless(directory: Path, flags: int) -> int:
 
 def _unwritable(directory: Path, error: OSError) -> OSError:
     remedy = f"give user {os.geteuid()} the right to write there, or name another directory"
+    if error.errno == errno.ENOENT:  # /proc, for one
+        remedy = "nobody can make files there: name another directory"
     if error.errno == errno.EROFS:
         remedy = "name a directory on a file system that is mounted for writing"
     return type(error)(
