@@ -129,7 +129,7 @@ class Segment:
 
     def detach(self) -> None:
         """Let go of the flat buffer: the parameters have their values elsewhere now."""
-        self.flat = torch.empty(0, dtype=self.flat.dtype, device="cpu")
+        self.flat, self._resident = torch.empty(0, dtype=self.flat.dtype, device="cpu"), None
         self._views.clear()
         self._sealed.clear()
 
