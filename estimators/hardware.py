@@ -200,7 +200,10 @@ def _tuned(document: dict[str, Any], path: Path) -> dict[str, float]:
         if "read" in highs and "write" in highs:
             found.append(highs)
     if not found:
-        raise ValueError(f"{path}: no directory has rates of reads and writes; tune one for longer")
+        raise ValueError(
+            f"{path}: no directory has rates of both reads and writes; its notes say why: tune one"
+            " for longer, or with a larger --max-write"
+        )
     best = max(found, key=lambda highs: highs["read"] + highs["write"])
     rates = {"read_bytes_per_s": best["read"], "write_bytes_per_s": best["write"]}
     if "mix" in best:

@@ -149,10 +149,12 @@ def _wear_lines(estimate: Estimate) -> Iterator[str]:
 
 def _notes(estimate: Estimate) -> Iterator[str]:
     rates = estimate.inputs.node.bandwidths
+    mixed = rates.mixed_bytes_per_s
+    at_once = "" if mixed is None else f", {mixed / 1e9:.2f} GB/s of both at once"
     yield (
         f"Rates: {rates.device_name} {rates.flops / 1e12:.0f} TFLOP/s, link"
         f" {rates.link_bytes_per_s / 1e9:.0f} GB/s each way, host memory"
-        f" {rates.host_bytes_per_s / 1e9:.0f} GB/s; drive {rates.drive.describe()}."
+        f" {rates.host_bytes_per_s / 1e9:.0f} GB/s; drive {rates.drive.describe()}{at_once}."
     )
     if rates.drive.source == "assumed":
         yield (

@@ -21,6 +21,8 @@ LEAST_FINAL_ROUNDS = 9
 
 LEAST_PIECE_S, MOST_PIECE_S = 0.02, 0.06
 _OVERHEAD_S = 0.015  # of a measurement: an engine is opened, the last transfers end
+_LEAST_RATES = 3
+
 _ROUNDS = (2, 2, 3)
 """Rounds of the first stages; later ones have as many as the last."""
 
@@ -50,9 +52,12 @@ class Samples(Generic[KeyT]):
     relative: dict[KeyT, list[float]] = field(default_factory=dict)
 
     def rates(self, key: KeyT) -> list[float]:
-        """Return the rates of a setting in the rounds of the last stage it was in."""
+        """Return the rates of a setting in the rounds of the last stage it was in.
+
+        Where these are few, one that was disturbed would be all that is known: earlier ones count.
+        """
         samples = self.taken[key]
-        last = len(self.relative.get(key, ())) or len(samples)
+        last = max(len(self.relative.get(key, ())) or len(samples), _LEAST_RATES)
         return [sample.rate for sample in samples[-last:]]
 
     def rate(self, key: KeyT) -> float:
@@ -101,17 +106,20 @@ class Search(Generic[KeyT]):
         alive, stage = list(settings), 0
         while len(alive) > FINALISTS and (not self.over or (stage == 0 and not self._spent)):
             rounds = _ROUNDS[min(stage, len(_ROUNDS) - 1)]
+            before = self._so_far()
             self.begin_stage(alive)
             for _ in range(rounds):
                 self.round(alive, stage)
             measured = {key: self.samples.relative[key] for key in alive if self._has(key)}
             if len(measured) == len(alive):
                 alive = survivors(measured, max(FINALISTS, (len(alive) + 1) // 2))
+            else:  # time or writes ended it: what the stage before has told still holds
+                self.samples.relative.update(before)
             stage += 1
         return self._finish(finalists(alive), stage)
 
     def _finish(self, alive: list[KeyT], stage: int) -> Outcome[KeyT]:
-        before = {key: list(values) for key, values in self.samples.relative.items()}
+        before = self._so_far()
         self.begin_stage(alive)
         tight = False
         rounds = 0
@@ -129,6 +137,9 @@ class Search(Generic[KeyT]):
             self.samples.relative.update(before)
         known = {key: self.samples.relative[key] for key in alive if self._has(key)}
         return Outcome(survivors(known, len(known)), self.samples, tight)
+
+    def _so_far(self) -> dict[KeyT, list[float]]:
+        return {key: list(values) for key, values in self.samples.relative.items()}
 
     def begin_stage(self, alive: Sequence[KeyT]) -> None:
         """Forget how those still in compare: only like is compared with like."""

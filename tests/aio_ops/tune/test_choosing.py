@@ -74,6 +74,35 @@ def test_what_may_not_be_written_ends_the_search() -> None:
     assert search.halve(list(range(9)), lambda alive: alive).finalists == []
 
 
+@pytest.mark.parametrize("most", range(32, 100, 3))
+def test_writes_that_run_out_leave_what_was_measured_before(most: int) -> None:
+    """The first stage measures each twice: whatever ends later, it has told."""
+    measured = []
+
+    def measure(key: int, piece_s: float) -> Sample:
+        if len(measured) >= most:
+            raise WritesSpentError
+        measured.append(key)
+        return sample(1e6 * (100 + key))
+
+    search: Search[int] = Search(measure, lambda standing: None, 1e12, piece_s=0.0)
+    outcome = search.halve(list(range(16)), lambda alive: [*alive, 0])
+    assert len(measured) == most
+    assert outcome.best == 15
+    assert search.samples.rate(15) == 115e6
+    assert len(search.samples.rates(15)) >= 2
+
+
+def test_one_disturbed_round_at_the_end_is_not_all_that_is_known() -> None:
+    samples: Samples[int] = Samples()
+    samples.taken[1] = [sample(rate) for rate in (6.83e9, 7.67e9, 1.62e9)]
+    samples.relative[1] = [1.0]
+    assert samples.rate(1) == pytest.approx(6.83e9)
+    samples.taken[1] += [sample(5e9)] * 4
+    samples.relative[1] = [1.0] * 4
+    assert samples.rates(1) == [5e9] * 4
+
+
 @given(st.lists(st.floats(1e3, 1e9), min_size=1, max_size=40), st.floats(0.1, 10))
 def test_relative_rates_do_not_know_the_speed_of_the_disk(rates: list[float], by: float) -> None:
     slower = relative_rates([rate * by for rate in rates])
