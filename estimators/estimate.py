@@ -162,10 +162,10 @@ class Estimate:
             and self._is_cuda
             and self.device_bytes > node.device_bytes
         ):
-            again = "" if self.inputs.batch.checkpointing else " use activation checkpointing,"
+            again = "" if self.inputs.batch.checkpointing else ", use activation checkpointing"
             found.append(
                 f"each GPU needs {self.device_bytes} bytes at its peak ({self.peak_moment}), it has"
-                f" {node.device_bytes}: lower the batch or the sequence,{again} or offload more"
+                f" {node.device_bytes}: lower the batch or the sequence{again}{self._more}"
             )
         if (
             node.host_memory_bytes is not None
@@ -187,11 +187,17 @@ class Estimate:
         )
         if self._is_cuda:
             return f"{said}; lower tiers.host_memory"
-        again = "" if self.inputs.batch.checkpointing else " use activation checkpointing,"
+        again = "" if self.inputs.batch.checkpointing else ", use activation checkpointing"
         return (
             f"{said}, and {self.device_bytes} what a device would hold ({self.peak_moment}); lower"
-            f" tiers.host_memory, the batch or the sequence,{again} or offload more"
+            f" tiers.host_memory, the batch or the sequence{again}{self._more}"
         )
+
+    @property
+    def _more(self) -> str:
+        """What else helps, unless everything is offloaded already."""
+        tiers = {self.inputs.parameter_tier, self.inputs.optimizer_tier}
+        return ", or take a larger GPU" if tiers == {Tier.NVME} else ", or offload more"
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -333,7 +333,7 @@ def test_a_good_configuration_and_its_disk(
     ("changes", "what", "reason"),
     [
         ({"nvme_path": "/nowhere/at/all"}, "swap /nowhere/at/all", "does not exist"),
-        ({"nvme_path": "{dir}", "host_memory": "9000GB"}, "host budget", "9000.0 GB, and"),
+        ({"nvme_path": "{dir}", "host_memory": "9000GB"}, "host budget", "9 TB, and"),
         ({"nvme_path": "{dir}", "engine": "warp"}, "configuration", "warp"),
     ],
 )

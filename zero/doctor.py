@@ -18,6 +18,7 @@ from aio_ops import open_engine
 from aio_ops.doctor import command
 from aio_ops.doctor.rows import Check, Row, fail, ok, warn
 from estimators import Tier
+from estimators.words import bytes_text
 from zero import machine
 from zero.config import ConfigError, PreflightWarning, load_config, preflight
 from zero.config.__main__ import implied_world_size
@@ -161,15 +162,15 @@ def _budgets(settings: Settings) -> Iterator[Row]:
     wanted, available = settings.tiers.host_memory_bytes, machine.available_host_bytes()
     if wanted is None:
         share = machine.HOST_MEMORY_MARGIN * available
-        yield ok("host budget", f"auto: up to {share / 1e9:.1f} GB")
+        yield ok("host budget", f"auto: up to {bytes_text(share)}")
     elif wanted > available:
         yield fail(
             "host budget",
-            f"tiers.host_memory is {wanted / 1e9:.1f} GB, and {available / 1e9:.1f} GB can be used",
+            f"tiers.host_memory is {bytes_text(wanted)}, and {bytes_text(available)} can be used",
             "lower it, or raise the container's limit",
         )
     else:
-        yield ok("host budget", f"{wanted / 1e9:.1f} GB of {available / 1e9:.1f} GB")
+        yield ok("host budget", f"{bytes_text(wanted)} of {bytes_text(available)}")
 
 
 def pages(settings: Settings) -> bool:

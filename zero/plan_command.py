@@ -129,6 +129,10 @@ def _plan(options: argparse.Namespace, asked: Asked) -> int:
 
 
 def _fit(options: argparse.Namespace, asked: Asked) -> int:
+    if options.gpu is None:
+        raise ValueError(
+            "what fits depends on the GPU: name one with --gpu (24GB, h100 ... or cpu)"
+        )
     budget = budget_of(asked.host_memory_bytes, options.gpus)
     node = replace(asked.node, host_bytes=budget, host_memory_bytes=asked.host_memory_bytes)
     if node.nvme_bytes is None:
