@@ -232,7 +232,7 @@ def _reserve(descriptor: int, directory: Path, size_bytes: int) -> None:
         }.get(error.errno or 0, "use another directory")
         raise OSError(
             error.errno,
-            f"cannot reserve {size_bytes} bytes for a swap file in {directory}, which had "
+            f"cannot reserve {size_bytes} bytes for a file in {directory}, which had "
             f"{free_bytes} bytes free: {error.strerror}; {remedy}",
         ) from error
 

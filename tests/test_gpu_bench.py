@@ -252,7 +252,7 @@ def test_a_row_that_cannot_run_ends_in_a_line(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--drive-mebibytes", "64"], "cannot reserve 67108864 bytes for a swap file"),
+        (["--drive-mebibytes", "64"], "cannot reserve 67108864 bytes for a file"),
         (["--drive-mebibytes", "0", "--hidden", "256"], "free; free some space"),
     ],
 )

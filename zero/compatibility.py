@@ -33,6 +33,17 @@ from zero.planning import (
 InitializeResult = tuple[ZeroEngine, ZeroOptimizer | None, "DataLoader[Any] | None", Any]
 
 
+def _refuse_foreign(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse a scheduler that sets the rates of an optimizer which trains nothing here."""
+    driven = getattr(scheduler, "optimizer", None)
+    if isinstance(driven, torch.optim.Optimizer) and driven is not optimizer:
+        raise ConfigError(
+            f"lr_scheduler ({type(scheduler).__name__}) sets the rates of another optimizer than"
+            " the one that trains: pass that one as optimizer, or a function from the optimizer to"
+            " a scheduler, lr_scheduler=lambda optimizer: ..."
+        )
+
+
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -64,12 +75,13 @@ def initialize(
         io_engine: an open engine to use instead of the configured one; the engine closes it.
 
     Raises:
-        ConfigError: if the configuration or the model cannot be used.
+        ConfigError: if the configuration, the model or the scheduler cannot be used.
         PlanError: if the budgets cannot hold the model.
         DurableError: if `tiers.durable` names a run that lives, or that cannot be resumed.
         OSError: if the NVMe path cannot be used or is too full.
     """
     model = check_given(model)
+    _refuse_foreign(lr_scheduler, optimizer)
     source = choose_config(config, config_params, getattr(args, "deepspeed_config", None))
     parsed = parse_config(source, model)
     on_processor = parsed.tiers is not None and parsed.tiers.device == "cpu"

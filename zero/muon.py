@@ -101,7 +101,10 @@ def make_muon(
                 lr = options["lr"] if rate is None else rate
                 _add(groups, {**options, "lr": lr, "use_muon": use_muon}, chosen)
     if not groups:
-        raise ConfigError("the model has no trainable parameter; train without an optimizer")
+        raise ConfigError(
+            "no parameter of the model requires a gradient: unfreeze some, or leave out the"
+            " optimizer"
+        )
     return Muon(groups, {})
 
 

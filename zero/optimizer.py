@@ -199,7 +199,10 @@ def make_optimizer(
     defaults = dict(named.parameters)
     groups = list(model_parameters) if model_parameters is not None else list(_trainable(model))
     if not groups:
-        raise ConfigError("the model has no trainable parameter; train without an optimizer")
+        raise ConfigError(
+            "no parameter of the model requires a gradient: unfreeze some, or leave out the"
+            " optimizer"
+        )
     made = ZeroOptimizer(groups, defaults, fused)
     _check_membership(model, made)
     return made

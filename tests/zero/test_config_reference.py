@@ -152,6 +152,36 @@ def test_show_prints_values_and_origins(capsys: pytest.CaptureFixture[str]) -> N
     assert "legacy_stage1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, [4, 4, 1]),
+        ({"train_batch_size": 12, "gradient_accumulation_steps": 3}, [12, 4, 3]),
+        (
+            {
+                "train_batch_size": 24,
+                "train_micro_batch_size_per_gpu": 4,
+                "gradient_accumulation_steps": 3,
+            },
+            [24, 4, 3],  # two ranks
+        ),
+        ({}, [1, 1, 1]),
+    ],
+)
+def test_show_fills_in_batch_sizes(
+    written: dict[str, int],
+    shown: list[int | None],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(written), encoding="utf-8")
+    assert main(["show", str(path), "--json"]) == 0
+    keys = json.loads(capsys.readouterr().out)["keys"]
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert [keys[name]["value"] for name in names] == shown
+
+
 def test_check_tells_all_that_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["check", str(FILES / "tiers.json")]) == 0
     assert capsys.readouterr().out.endswith("tiers.json: valid, checked for world size 1\n")

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
+import zero
+from tests.support.configs import make_config
 from zero import lr_schedules
 from zero.config import load_config
 from zero.config.param_models import SCHEDULE_PARAMS
@@ -196,3 +198,24 @@ def test_the_fp16_section_makes_the_scaler(
 ) -> None:
     scaler = load_config({} if section is None else {"fp16": section}).loss_scaler()
     assert (scaler.cur_scale, scaler.dynamic) == (scale, dynamic)
+
+
+def test_a_schedule_of_another_optimizer_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    config = make_config()
+    foreign = torch.optim.lr_scheduler.StepLR(AdamW(model.parameters()), 1)
+    with pytest.raises(zero.ConfigError, match=r"\(StepLR\) sets the rates of another optimizer"):
+        zero.initialize(model=model, config=config, lr_scheduler=foreign)
+    config.pop("optimizer")
+    own = AdamW(model.parameters(), lr=0.5)
+    engine, _, _, schedule = zero.initialize(
+        model=model,
+        optimizer=own,
+        config=config,
+        lr_scheduler=torch.optim.lr_scheduler.StepLR(own, 1, gamma=0.5),
+    )
+    with torch.enable_grad():
+        engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    assert schedule.get_last_lr() == engine.get_lr() == [0.25]
+    engine.destroy()

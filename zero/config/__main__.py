@@ -55,7 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("file", help="JSON file, or base64 text")
-        command.add_argument("--world-size", type=int, metavar="N", help="ranks to resolve for")
+        command.add_argument(
+            "--world-size", type=int, metavar="N", help="ranks, 1 unless the batch sizes say more"
+        )
         command.add_argument("--hidden-size", type=int, metavar="N", help="of the model")
         command.add_argument("--json", action="store_true", help="print JSON")
         if name == "show":
@@ -75,7 +77,7 @@ def _load(options: argparse.Namespace) -> tuple[ZeroConfig, list[str]]:
 
 def _show(options: argparse.Namespace) -> None:
     config, notices = _load(options)
-    rows = effective_rows(config, options.world_size)
+    rows = effective_rows(config, options.world_size or _world_size_if_known(config))
     if options.json:
         document = {
             "source": config.source_name,
@@ -141,6 +143,16 @@ def implied_world_size(config: ZeroConfig) -> int:
     if total is None or micro is None or steps is None or total % (micro * steps):
         return 1
     return total // (micro * steps)
+
+
+def _world_size_if_known(config: ZeroConfig) -> int | None:
+    """Return the ranks to resolve batch sizes for, or None if they do not say enough."""
+    world_size = implied_world_size(config)
+    try:
+        config.settings(world_size)
+    except ConfigError:
+        return None
+    return world_size
 
 
 def _write(text: str) -> None:
