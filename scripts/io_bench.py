@@ -48,7 +48,7 @@ from io_bench_tools import (
     run,
     transparent_hugepages,
 )
-from places import folder_option
+from places import folder_option, picture_option
 
 from aio_ops import probe
 from estimators.command import output_option
@@ -167,7 +167,7 @@ def parse() -> argparse.Namespace:
         help="MiB of a block:queue depth:threads",
     )
     parser.add_argument("--json", type=output_option)
-    parser.add_argument("--chart", type=output_option)
+    parser.add_argument("--chart", type=picture_option)
     return parser.parse_args()
 
 

@@ -112,12 +112,8 @@ def ratio_text(value: object) -> str:
 
 
 def draw(rows: list[Row], path: Path, console: Console) -> None:
-    """Write a bar chart, where matplotlib is installed."""
-    try:
-        pyplot = importlib.import_module("matplotlib.pyplot")
-    except ImportError:
-        console.print("no chart: matplotlib is not installed")
-        return
+    """Write a bar chart; needs matplotlib."""
+    pyplot = importlib.import_module("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(10, 1 + 0.28 * len(rows)), layout="constrained")
     labels = [
         f"{row['workload']}, {int(str(row['transfer_bytes'])) >> 10} KiB,"

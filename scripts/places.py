@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from pathlib import Path
+
+from estimators.command import output_option
 
 
 def folder_option(text: str) -> Path:
@@ -35,4 +38,19 @@ def json_option(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{text} holds {type(found).__name__}, not an object")
+    return path
+
+
+def picture_option(text: str) -> Path:
+    """Return a file for a picture that is drawn when the work is done.
+
+    Raises:
+        argparse.ArgumentTypeError: if it could not be written, or there is nothing to draw with.
+    """
+    path = output_option(text)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(
+            f"{text} needs matplotlib, which is not installed: pip install matplotlib, or leave it"
+            " out"
+        )
     return path

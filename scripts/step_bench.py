@@ -29,7 +29,7 @@ from rich.table import Table
 # With PYTHONSAFEPATH set, Python does not look for modules beside the script by itself.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from places import folder_option
+from places import folder_option, picture_option
 from step_bench_limit import Limit, measure_limit
 
 from aio_ops import Engine, open_engine
@@ -269,11 +269,7 @@ def lines_of(rows: list[dict[str, Any]], by: str) -> Iterator[tuple[str, list[di
 
 def draw(rows: list[dict[str, Any]], limit: dict[str, Any], path: Path, console: Console) -> None:
     """Write a chart of seconds by paged share, and of the rate by each setting."""
-    try:
-        pyplot = importlib.import_module("matplotlib.pyplot")
-    except ImportError:
-        console.print("no chart: matplotlib is not installed")
-        return
+    pyplot = importlib.import_module("matplotlib.pyplot")
     figure, axes = pyplot.subplots(2, 2, figsize=(13, 9), layout="constrained")
     for label, own in lines_of(rows, "budget_share"):
         shares = [row["nonresident_share"] for row in own]
@@ -315,7 +311,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=output_option)
-    parser.add_argument("--chart", type=output_option)
+    parser.add_argument("--chart", type=picture_option)
     return parser.parse_args()
 
 

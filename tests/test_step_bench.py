@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,10 +23,11 @@ def test_a_small_sweep_writes_its_table_json_and_chart(scratch: Path, tmp_path: 
         "--parameters 1048576 --budgets 0 0.5 1 --sub-groups 0.02 --slots 2 4 --bursts 0 2"
         " --rounds 1 --updates 1 --limit-mebibytes 64"
     )
+    drawing = ["--chart", str(chart)] if importlib.util.find_spec("matplotlib") else []
     # The script imports its neighbour, which a safe path would hide.
     environment = {key: each for key, each in os.environ.items() if key != "PYTHONSAFEPATH"}
     done = subprocess.run(
-        [*command, *options.split(), "--json", str(report), "--chart", str(chart)],
+        [*command, *options.split(), "--json", str(report), *drawing],
         env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -46,5 +48,21 @@ def test_a_small_sweep_writes_its_table_json_and_chart(scratch: Path, tmp_path: 
         assert row["slots"] == row["slot_count"]
     paged = {row["budget_share"]: row["bytes_per_update"] for row in found["rows"]}
     assert paged[0] > paged[0.5] > paged[1] == 0
-    drawn = "no chart: matplotlib is not installed" in done.stdout or chart.stat().st_size > 10_000
-    assert drawn
+    if drawing:
+        assert chart.stat().st_size > 10_000
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is there"
+)
+@pytest.mark.parametrize("script", ["step_bench.py", "io_bench.py"])
+def test_a_chart_that_could_not_be_drawn_is_refused_at_once(script: str, scratch: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / script), str(scratch), "--chart", "chart.png"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "chart.png needs matplotlib, which is not installed: pip install" in done.stderr

@@ -7,6 +7,7 @@ which cannot do that, each name has its own bytes.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -137,11 +138,26 @@ def write_file(path: Path, entries: Sequence[ExportEntry], values: Values) -> No
         if path.suffix == ".safetensors":
             _write_safetensors(temporary, entries, values)
         else:
-            _write_torch(temporary, entries, values)
+            _write_torch_in_room(temporary, entries, values)
         temporary.replace(path)
         sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _write_torch_in_room(path: Path, entries: Sequence[ExportEntry], values: Values) -> None:
+    """Write what `torch.load` reads; a full disk is named, as where space is reserved."""
+    try:
+        _write_torch(path, entries, values)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        size_bytes = sum(entry.size_bytes for entry in entries)
+        raise OSError(
+            error.errno,
+            f"there is no room for {size_bytes} bytes in {path.parent}: {error.strerror}; free some"
+            " space, or name a folder on another drive",
+        ) from error
 
 
 def _write_safetensors(path: Path, entries: Sequence[ExportEntry], values: Values) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zero
+from tests.aio_ops.disks import mounted
 from tests.support.configs import make_config
 from tests.support.fork_ranks import on_ranks
 from tests.support.tiny import TinyTransformer, make_batch
@@ -183,3 +184,12 @@ def test_every_type_and_shape_is_written(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"all.{suffix}"
     write_file(path, entries, lambda entry: iter([tensors[entry.names[0]].reshape(-1)]))
     assert_equal(load_file(path) if suffix[0] == "s" else torch.load(path), tensors)
+
+
+@pytest.mark.parametrize("suffix", ["bin", "safetensors"])
+def test_a_full_disk_is_named_and_left_as_it_was(suffix: str, scratch: Path) -> None:
+    entries = [ExportEntry(("weight",), (50_000,), torch.float32)]
+    with mounted(scratch / "small", "tmpfs", "size=64k") as folder:
+        with pytest.raises(OSError, match=rf"\d+ bytes .*{folder}.*: No space left .*free some"):
+            write_file(folder / f"model.{suffix}", entries, lambda _: iter([torch.zeros(50_000)]))
+        assert list(folder.iterdir()) == []
