@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -36,6 +37,21 @@ class Instance:
     """The least sequence number of its own nodes."""
     thread: int = field(default_factory=threading.get_ident)
     """Each has numbers of its own."""
+    inputs: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
+    """While the forward runs on several ranks: inputs that need gradients, and their nodes."""
+
+    def is_passed_on(self, tensor: torch.Tensor) -> bool:
+        """Tell whether an output is an input as it came.
+
+        Its node tells of what came before. So it is given one of its own on several ranks, where
+        one may leave out all of a unit, and the others come to a node of that unit.
+        """
+        if not tensor.requires_grad or tensor.layout is not torch.strided:
+            return False
+        return any(
+            tensor.grad_fn is node and (node is not None or tensor is each)
+            for each, node in self.inputs
+        )
 
     def is_overtaken(self, by: Instance, sequence: int) -> bool:
         """Tell whether a node that `by` made has run ahead of the node that would tell the end."""

@@ -29,7 +29,7 @@ from zero.hooks import ModuleHook, is_inside_forward
 from zero.order import Phase
 from zero.prefetch import Prefetcher
 from zero.reuse import PrefetchLimits
-from zero.structures import aliases, cloned, tensors_in
+from zero.structures import aliases, cloned, replaced, tensors_in
 from zero.tasks import BackwardTasks
 from zero.unit import Unit
 
@@ -200,6 +200,8 @@ class UnitScheduler:
             for tensor in tensors_in((args, kwargs)):
                 token.has_gradient_inputs |= tensor.requires_grad
                 node = tensor.grad_fn
+                if tensor.requires_grad and self._communicator.world_size > 1:
+                    token.inputs.append((tensor, node))
                 if node is not None:
                     token.last_input = max(token.last_input, node._sequence_nr())
                     node.register_prehook(ModuleHook(self._done, unit, token))
@@ -218,6 +220,9 @@ class UnitScheduler:
         storages = {segment.flat.untyped_storage()._cdata for segment in unit.segments}
         if any(aliases(tensor, storages) for tensor in tensors_in(output)):
             output = cloned(output, storages)
+        if token.inputs:
+            output = replaced(output, token.is_passed_on, lambda tensor: tensor.view_as(tensor))
+            token.inputs.clear()
         for tensor in tensors_in(output):
             node = tensor.grad_fn
             if node is not None:

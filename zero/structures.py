@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -60,19 +60,34 @@ def aliases(tensor: torch.Tensor, storages: set[int]) -> bool:
 
 def cloned(value: Any, storages: set[int]) -> Any:
     """Return `value` with tensors on the given storages cloned; containers keep their class."""
+    return replaced(value, lambda tensor: aliases(tensor, storages), torch.clone)
+
+
+def replaced(
+    value: Any,
+    is_meant: Callable[[torch.Tensor], bool],
+    make: Callable[[torch.Tensor], torch.Tensor],
+) -> Any:
+    """Return `value` with what `make` gives for some of its tensors; containers keep their class.
+
+    Args:
+        value: tensors in containers and plain objects of any structure.
+        is_meant: tells which tensors are replaced; if none is, `value` itself is returned.
+        make: gives what takes the place of a tensor.
+    """
     if isinstance(value, torch.Tensor):
-        return value.clone() if aliases(value, storages) else value
-    if not any(aliases(tensor, storages) for tensor in tensors_in(value)):
+        return make(value) if is_meant(value) else value
+    if not any(map(is_meant, tensors_in(value))):
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cloned(item, storages) for item in value))
+        return type(value)(*(replaced(item, is_meant, make) for item in value))
     if isinstance(value, list | tuple | set | frozenset | collections.deque):
-        return type(value)(cloned(item, storages) for item in value)
+        return type(value)(replaced(item, is_meant, make) for item in value)
     twin = copy.copy(value)
     if isinstance(value, dict):
         for key, item in value.items():
-            twin[key] = cloned(item, storages)
+            twin[key] = replaced(item, is_meant, make)
     for name in (*getattr(value, "__dict__", ()), *_slots_of(type(value))):
         if hasattr(value, name):
-            object.__setattr__(twin, name, cloned(getattr(value, name), storages))
+            object.__setattr__(twin, name, replaced(getattr(value, name), is_meant, make))
     return twin

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zero
 import zero.planning
@@ -199,6 +200,68 @@ def test_ranks_part_in_a_block_on_an_input_without_gradient(tier: str, scratch: 
     for partitioned, sharded in on_ranks(work, 2, scratch):
         assert sharded == partitioned
         assert sharded[1] == 3
+
+
+class Skipping(nn.Module):
+    """Blocks that give back what they got, each rank another one, as with stochastic depth."""
+
+    class Block(nn.Module):
+        """One of them, which may return more than a tensor."""
+
+        def __init__(self, *, packs: bool) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+            self.skips, self.packs = False, packs
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor | dict[str, Any]:
+            if not self.skips:
+                x = x + torch.tanh(self.inner(x))
+            return {"hidden": [x], "cache": None} if self.packs else x
+
+    def __init__(self, *, packs: bool, checkpoints: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.h = nn.ModuleList(self.Block(packs=packs) for _ in range(4))
+        self.checkpoints = checkpoints
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for block in self.h:
+            y = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+            x = y["hidden"][0] if isinstance(y, dict) else y
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_ranks_leave_out_different_blocks(
+    tier: str, scratch: Path, *, packs: bool, checkpoints: bool
+) -> None:
+    def work(rank: int) -> list[Any]:
+        found = []
+        for stage in (2, 3):
+            config = make_config(
+                stage=stage, parameters=tier if stage == 3 else "none", optimizer=tier,
+                nvme_path=str(scratch), host_memory="40KB" if tier == "nvme" else "8MB",
+                sub_group_size=512,
+            )  # fmt: skip
+            model = Skipping(packs=packs, checkpoints=checkpoints)
+            engine, _, _, _ = zero.initialize(model=model, config=config)
+            for number in range(4):
+                for at, block in enumerate(model.h):
+                    block.skips = (at + number + rank) % 3 == 0
+                engine.backward(engine(torch.full((2, WIDTH), 1.0 + rank + number)))
+                engine.step()
+            moved = engine.ledger.snapshot().nvme_read_bytes
+            assert (moved > 0) == (tier == "nvme")
+            found.append([state_digest(engine), engine.global_steps])
+            engine.destroy()
+        return found
+
+    for partitioned, sharded in on_ranks(work, 2, scratch):
+        assert sharded == partitioned
+        assert sharded[1] == 4
 
 
 def test_what_exceeds_the_plan_in_a_later_step_is_said_once(scratch: Path) -> None:
