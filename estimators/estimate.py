@@ -195,9 +195,10 @@ class Estimate:
 
     @property
     def _more(self) -> str:
-        """What else helps, unless everything is offloaded already."""
-        tiers = {self.inputs.parameter_tier, self.inputs.optimizer_tier}
-        return ", or take a larger GPU" if tiers == {Tier.NVME} else ", or offload more"
+        """What else helps: where everything is offloaded already, only more memory."""
+        if {self.inputs.parameter_tier, self.inputs.optimizer_tier} != {Tier.NVME}:
+            return ", or offload more"
+        return ", or take a larger GPU" if self._is_cuda else ", or take more memory"
 
     @property
     def tokens_per_second(self) -> float | None:

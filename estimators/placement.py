@@ -52,7 +52,7 @@ SLOT_COUNTS = (6, 5, 4, 3, 2)
 """One being updated, the others read ahead or written behind."""
 
 MOST_SUB_GROUPS = 1 << 18
-"""More of them take longer to plan than a large model takes to train a step, and memory."""
+"""So many took 7 s and 400 MB to plan; more come of a mistake in budgets or sizes."""
 
 _FILLING_ROUNDS = 8
 """How often more of a device is tried to be spent, at most."""

@@ -1,5 +1,6 @@
 """scripts/ as a user meets them: what they say, what they leave behind, what they refuse."""
 
+import importlib.util
 import json
 import math
 import os
@@ -379,6 +380,16 @@ def test_a_result_that_could_not_be_written_is_refused_at_once(script: str, tmp_
     file = tmp_path / "none" / "result.json"
     reason = f"--json: {file}: there is no folder {tmp_path / 'none'}: make it"
     assert_refused_by(script, f"--json={file}", reason)
+
+
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+
+
+@pytest.mark.skipif(HAS_MATPLOTLIB, reason="matplotlib is installed")
+@pytest.mark.parametrize("script", ["step_bench.py", "io_bench.py"])
+def test_a_chart_that_could_not_be_drawn_is_refused_at_once(script: str) -> None:
+    reason = "--chart: chart.png needs matplotlib, which is not installed: pip install"
+    assert_refused_by(script, "--chart=chart.png", reason)
 
 
 def test_a_configuration_that_is_none_ends_in_a_line(tmp_path: Path) -> None:

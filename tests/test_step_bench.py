@@ -50,19 +50,3 @@ def test_a_small_sweep_writes_its_table_json_and_chart(scratch: Path, tmp_path: 
     assert paged[0] > paged[0.5] > paged[1] == 0
     if drawing:
         assert chart.stat().st_size > 10_000
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is there"
-)
-@pytest.mark.parametrize("script", ["step_bench.py", "io_bench.py"])
-def test_a_chart_that_could_not_be_drawn_is_refused_at_once(script: str, scratch: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / script), str(scratch), "--chart", "chart.png"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "chart.png needs matplotlib, which is not installed: pip install" in done.stderr

@@ -62,7 +62,7 @@ def node_budget(
             + (f", and at least {least} are needed beside" if least else "")
             + "; free memory, let optimizer and parameters rest on nvme, or make the largest unit"
             " smaller",
-            needed_bytes=max(least, 0),
+            needed_bytes=least,
         )
     return Budget(host, *shares, ranks=local_world_size), (
         f"auto: {machine.HOST_MEMORY_MARGIN:.0%} of {available} bytes available (MemAvailable"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType
@@ -67,15 +68,20 @@ class LastHooks:
                 hooks[number] = hooks.pop(number)
 
 
-def is_inside_forward(module: nn.Module) -> bool:
-    """Tell, in a hook of a call of `module`, whether another call of it is around this one."""
-    count = 0
-    frame: FrameType | None = sys._getframe(1)
+def is_in_forward(module: nn.Module, thread: int | None) -> bool:
+    """Tell, in a hook of a call of `module`, whether another call of it runs on a thread.
+
+    Args:
+        module: what is called.
+        thread: identifier of the thread, the own one perhaps.
+    """
+    calls = 0
+    frame: FrameType | None = sys._current_frames().get(thread or 0)
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module:
-            count += 1
+            calls += 1
         frame = frame.f_back
-    return count > 1
+    return calls > (thread == threading.get_ident())
 
 
 def do_nothing(*_: Any) -> None:

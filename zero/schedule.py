@@ -25,7 +25,7 @@ from zero.comm import Communicator
 from zero.experts import ExpertTurns
 from zero.gradients import GradientReducer
 from zero.guard import SavedTensorGuard, refuse_transforms
-from zero.hooks import ModuleHook, is_inside_forward
+from zero.hooks import ModuleHook, is_in_forward
 from zero.order import Phase
 from zero.prefetch import Prefetcher
 from zero.reuse import PrefetchLimits
@@ -133,7 +133,8 @@ class UnitScheduler:
         """
         if torch._C._current_graph_task_id() != -1:
             return
-        if not self._forwards or (of_model and not is_inside_forward(self.units[0].module)):
+        model, thread = self.units[0].module, self._forward_thread
+        if not self._forwards or (of_model and not is_in_forward(model, thread)):
             self.recover()
             self._phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.INFERENCE
             self._is_in_model = of_model

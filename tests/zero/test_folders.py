@@ -77,5 +77,5 @@ def test_a_save_names_the_folder(name: str, tmp_path: Path, scratch: Path) -> No
     SAVES[name](engine, tmp_path / "new" / "folder")
     engine.wait_for_checkpoint()
     assert list((tmp_path / "new").rglob("*.*"))
-    assert not list(tmp_path.rglob(".probe-*"))
+    assert {each.name for each in tmp_path.iterdir()} == {"thesis.txt", "new"}
     engine.destroy()

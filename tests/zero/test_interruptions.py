@@ -6,6 +6,7 @@ torch runs no hooks of a module after a `KeyboardInterrupt`, so those of a guard
 from __future__ import annotations
 
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -245,4 +246,28 @@ def test_a_handler_of_the_program_is_left_alone(
         signal.signal(signal.SIGINT, before)
     assert seen == [0]
     assert engine.global_steps == 1
+    engine.destroy()
+
+
+def test_a_second_thread_is_refused_while_the_first_goes_on(scratch: Path) -> None:
+    """What runs elsewhere is not taken for what an interruption has left."""
+    engine = make_engine("nvme", scratch, reentrant=False)
+    x, wanted = torch.ones(2, WIDTH), Net(reentrant=False)(torch.ones(2, WIDTH))
+    inside, may_go = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        inside.set()
+        may_go.wait(60)
+
+    handle = engine.module.h[1].register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(engine.module, x)
+        inside.wait(60)
+        handle.remove()
+        for model in (engine.module, engine):
+            with pytest.raises(RuntimeError, match="two threads run a forward of the same engine"):
+                model(x)
+        may_go.set()
+        assert torch.equal(first.result(), wanted)
+    assert torch.equal(engine(x), wanted)
     engine.destroy()

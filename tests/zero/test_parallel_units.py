@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -173,33 +174,54 @@ class Target(nn.Module):
         return (x + self.h[1](x.detach())).square().mean()
 
 
+def stages_2_and_3(
+    model_of: Callable[[], nn.Module],
+    choose: Callable[[Any, int], None],
+    tier: str,
+    scratch: Path,
+    rank: int,
+) -> list[list[Any]]:
+    """Train four steps in either stage, and return states and numbers of steps.
+
+    Args:
+        model_of: builds the model.
+        choose: sets what this rank leaves out of it in a step.
+        tier: where optimizer state rests, in stage 3 parameters as well.
+        scratch: where swap files go.
+        rank: of this process.
+    """
+    found = []
+    for stage in (2, 3):
+        config = make_config(
+            stage=stage, parameters=tier if stage == 3 else "none", optimizer=tier,
+            nvme_path=str(scratch), host_memory="40KB" if tier == "nvme" else "8MB",
+            sub_group_size=512,
+        )  # fmt: skip
+        engine, _, _, _ = zero.initialize(model=model_of(), config=config)
+        for number in range(4):
+            choose(engine.module, number)
+            engine.backward(engine(torch.full((2, WIDTH), 1.0 + rank + number)))
+            engine.step()
+        assert (engine.ledger.snapshot().nvme_read_bytes > 0) == (tier == "nvme")
+        found.append([state_digest(engine), engine.global_steps])
+        engine.destroy()
+    return found
+
+
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_ranks_part_in_a_block_on_an_input_without_gradient(tier: str, scratch: Path) -> None:
     """Whether all of its gradients have arrived is what one rank knows alone."""
 
-    def work(rank: int) -> list[Any]:
-        found = []
-        for stage in (2, 3):
-            config = make_config(
-                stage=stage, parameters=tier if stage == 3 else "none", optimizer=tier,
-                nvme_path=str(scratch), host_memory="40KB" if tier == "nvme" else "8MB",
-                sub_group_size=512,
-            )  # fmt: skip
-            engine, _, _, _ = zero.initialize(model=Target(), config=config)
-            for block in engine.module.h:
+    def work(rank: int) -> list[list[Any]]:
+        def choose(model: Any, _number: int) -> None:
+            for block in model.h:
                 block.is_whole = rank == 0
-            for number in range(3):
-                engine.backward(engine(torch.full((2, WIDTH), 1.0 + rank + number)))
-                engine.step()
-            moved = engine.ledger.snapshot().nvme_read_bytes
-            assert (moved > 0) == (tier == "nvme")
-            found.append([state_digest(engine), engine.global_steps])
-            engine.destroy()
-        return found
+
+        return stages_2_and_3(Target, choose, tier, scratch, rank)
 
     for partitioned, sharded in on_ranks(work, 2, scratch):
         assert sharded == partitioned
-        assert sharded[1] == 3
+        assert sharded[1] == 4
 
 
 class Skipping(nn.Module):
@@ -238,26 +260,15 @@ class Skipping(nn.Module):
 def test_ranks_leave_out_different_blocks(
     tier: str, scratch: Path, *, packs: bool, checkpoints: bool
 ) -> None:
-    def work(rank: int) -> list[Any]:
-        found = []
-        for stage in (2, 3):
-            config = make_config(
-                stage=stage, parameters=tier if stage == 3 else "none", optimizer=tier,
-                nvme_path=str(scratch), host_memory="40KB" if tier == "nvme" else "8MB",
-                sub_group_size=512,
-            )  # fmt: skip
-            model = Skipping(packs=packs, checkpoints=checkpoints)
-            engine, _, _, _ = zero.initialize(model=model, config=config)
-            for number in range(4):
-                for at, block in enumerate(model.h):
-                    block.skips = (at + number + rank) % 3 == 0
-                engine.backward(engine(torch.full((2, WIDTH), 1.0 + rank + number)))
-                engine.step()
-            moved = engine.ledger.snapshot().nvme_read_bytes
-            assert (moved > 0) == (tier == "nvme")
-            found.append([state_digest(engine), engine.global_steps])
-            engine.destroy()
-        return found
+    def work(rank: int) -> list[list[Any]]:
+        def choose(model: Any, number: int) -> None:
+            for at, block in enumerate(model.h):
+                block.skips = (at + number + rank) % 3 == 0
+
+        def model_of() -> nn.Module:
+            return Skipping(packs=packs, checkpoints=checkpoints)
+
+        return stages_2_and_3(model_of, choose, tier, scratch, rank)
 
     for partitioned, sharded in on_ranks(work, 2, scratch):
         assert sharded == partitioned

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import tempfile
 from pathlib import Path
 
@@ -28,9 +27,8 @@ def make_folder(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=".probe-", dir=folder)
-        os.close(descriptor)
-        Path(name).unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "name another folder")
         raise CheckpointError(
