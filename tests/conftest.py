@@ -6,6 +6,7 @@ import mmap
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -28,6 +29,9 @@ PROBE_BYTES = 4096
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell lets what it starts in the background ignore Ctrl-C, which tests press.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Nothing is skipped silently: the summary names each skip and its reason.
     if "s" not in config.option.reportchars:
         config.option.reportchars += "s"
