@@ -230,7 +230,7 @@ class Communicator:
         """Return what any rank wants; all ranks must be at the same place.
 
         Raises:
-            RuntimeError: if another rank is elsewhere.
+            RankError: if another rank is elsewhere.
         """
         if self.world_size == 1:
             return list(wanted)
@@ -240,7 +240,7 @@ class Communicator:
         if any(other != places[0] for other in places):
             numbers = ", ".join(f"rank {rank}: {at}" for rank, (at, _) in enumerate(places))
             counts = ", ".join(f"rank {rank}: {done}" for rank, (_, done) in enumerate(places))
-            raise RuntimeError(
+            raise RankError(
                 f"rank {self.rank} is at {what}, but the ranks are at other numbers ({numbers}) or"
                 f" have exchanged other things before ({counts}): all ranks must use the same parts"
                 " of the model in the same order"

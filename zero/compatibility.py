@@ -33,8 +33,13 @@ from zero.planning import (
 InitializeResult = tuple[ZeroEngine, ZeroOptimizer | None, "DataLoader[Any] | None", Any]
 
 
-def _refuse_foreign(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuse a scheduler that sets the rates of an optimizer which trains nothing here."""
+def _check_schedule(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse what is no scheduler, or sets the rates of an optimizer which trains nothing here."""
+    if not (scheduler is None or callable(scheduler) or hasattr(scheduler, "step")):
+        raise ConfigError(
+            f"lr_scheduler must be a scheduler with step(), or a function from the optimizer to"
+            f" one, got {type(scheduler).__name__}"
+        )
     driven = getattr(scheduler, "optimizer", None)
     if isinstance(driven, torch.optim.Optimizer) and driven is not optimizer:
         raise ConfigError(
@@ -81,7 +86,7 @@ def initialize(
         OSError: if the NVMe path cannot be used or is too full.
     """
     model = check_given(model)
-    _refuse_foreign(lr_scheduler, optimizer)
+    _check_schedule(lr_scheduler, optimizer)
     source = choose_config(config, config_params, getattr(args, "deepspeed_config", None))
     parsed = parse_config(source, model)
     on_processor = parsed.tiers is not None and parsed.tiers.device == "cpu"

@@ -203,6 +203,9 @@ def test_the_fp16_section_makes_the_scaler(
 def test_a_schedule_of_another_optimizer_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
     config = make_config()
+    for nothing in (3, "StepLR"):
+        with pytest.raises(zero.ConfigError, match="lr_scheduler must be a scheduler with step"):
+            zero.initialize(model=model, config=config, lr_scheduler=nothing)
     foreign = torch.optim.lr_scheduler.StepLR(AdamW(model.parameters()), 1)
     with pytest.raises(zero.ConfigError, match=r"\(StepLR\) sets the rates of another optimizer"):
         zero.initialize(model=model, config=config, lr_scheduler=foreign)

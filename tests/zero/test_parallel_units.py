@@ -275,6 +275,25 @@ def test_ranks_leave_out_different_blocks(
         assert sharded[1] == 4
 
 
+def test_ranks_of_which_one_needs_no_gradient_of_a_unit_are_told(scratch: Path) -> None:
+    """The others come to its backward, and reduce what came before; this one is at the end."""
+
+    def work(rank: int) -> str:
+        config = make_config(parameters="cpu", optimizer="cpu", host_memory="8MB")
+        model = Heads(trunk=False)
+        if rank == 1:
+            model.heads[0].register_forward_hook(lambda _module, _args, output: output.detach())
+        engine, _, _, _ = zero.initialize(model=model, config=config)
+        loss = engine(torch.ones(2, WIDTH))
+        with pytest.raises(zero.RankError) as caught:
+            engine.backward(loss)
+        engine.destroy()
+        return str(caught.value)
+
+    for said in on_ranks(work, 2, scratch):
+        assert "all ranks must use the same parts of the model in the same order" in said
+
+
 def test_what_exceeds_the_plan_in_a_later_step_is_said_once(scratch: Path) -> None:
     config = make_config(
         parameters="nvme", optimizer="nvme", nvme_path=str(scratch), host_memory="400KB",
